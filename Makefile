@@ -1,0 +1,62 @@
+# Every target makes .venv and installs what it needs, once; `make help` lists them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+PINS := pyproject.toml constraints.txt
+
+# More arguments: for pip when it installs torch (say, the index of another build), and for the tool a target runs.
+TORCH_ARGS ?=
+ARGS ?=
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help demo test lint bench clean distclean
+
+help: ## list the targets
+	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3] [TORCH_ARGS="..."]'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+
+demo: $(STAMPS)/demo ## watch the memory learn at test time
+	@$(BIN)/titans demo $(ARGS)
+
+test: $(STAMPS)/dev ## run the tests, except the slow ones
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+lint: $(STAMPS)/dev ## check style, formatting and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy titans
+
+bench: $(STAMPS)/bench ## measure the memory: speed and peak memory
+	@$(BIN)/titans bench memory $(ARGS)
+
+clean: ## remove caches and build products
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+
+distclean: clean ## the same, and .venv
+	rm -rf $(VENV)
+
+# torch comes first and alone, so that no other package chooses its version or its build.
+$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/%: $(STAMPS)/torch $(PINS)
+	@echo 'Installing titan-memory[$*] into $(VENV) (once) ...'
+	@$(PIP) install --quiet -c constraints.txt -e '.[$*]'
+	@touch $@
+
+$(STAMPS)/torch: $(STAMPS)/venv constraints.txt
+	@echo 'Installing torch into $(VENV) (once) ...'
+	@$(PIP) install -c constraints.txt $(TORCH_ARGS) torch
+	@touch $@
+
+$(STAMPS)/venv:
+	@command -v "$(PYTHON)" >/dev/null 2>&1 || { \
+	  echo "Python 3.10 or newer is needed, and '$(PYTHON)' was not found: install it, or name one with PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	  echo "Python 3.10 or newer is needed, and '$(PYTHON)' is $$("$(PYTHON)" -V 2>&1): name a newer one with PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments: install its venv module (on Debian and Ubuntu: python3-venv)." >&2; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV)
+	@mkdir -p $(STAMPS) && touch $@

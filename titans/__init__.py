@@ -1,0 +1,6 @@
+"""Titans: a sequence memory that learns while it reads."""
+
+from titans.ops import MemoryState
+
+__version__ = "0.1.0"
+__all__ = ["MemoryState", "__version__"]

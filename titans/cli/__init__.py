@@ -1,0 +1,60 @@
+"""The `titans` command: one thin file a verb, and errors that are one sentence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+
+from titans.cli import bench, demo
+
+app = typer.Typer(
+    name="titans",
+    help="Sequence models with a memory that learns at test time.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.add_typer(bench.app, name="bench")
+app.command("demo")(demo.demo)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"titans {version('titan-memory')}")
+        raise typer.Exit
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True),
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line and exit: 0, 2 for a wrong argument (one sentence on stderr), 130 for Ctrl-C."""
+    try:
+        code = app(
+            args=list(arguments) if arguments is not None else None, prog_name="titans", standalone_mode=False
+        )
+    except (KeyboardInterrupt, typer.Abort):
+        code = 130
+    except Exception as error:
+        # What typer raises for a wrong argument has no public base class, but it always has words for it.
+        format_message = getattr(error, "format_message", None)
+        if format_message is None:
+            raise
+        typer.echo(f"titans: {' '.join(format_message().split())}", err=True)
+        code = 2
+    if code == 130:
+        typer.echo("titans: interrupted.", err=True)
+    sys.exit(code if isinstance(code, int) else 0)

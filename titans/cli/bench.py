@@ -1,0 +1,115 @@
+"""`titans bench`: measurements of speed and memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(help="Measure speed and memory.")
+
+
+@app.callback(invoke_without_command=True)
+def _bench(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+def _numbers(text: str, option: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(
+            f"{option} takes whole numbers with commas between them, got '{text}'."
+        ) from None
+
+
+def _names(text: str | None) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
+
+
+def _output(path: Path | None, out_dir: Path | None, default: str) -> Path | None:
+    """Where an output goes: the path given, else `default` in the output directory, else nowhere."""
+    path = path or (out_dir / default if out_dir else None)
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory, a file name is needed.")
+    if path is not None:
+        existing = next(parent for parent in path.absolute().parents if parent.exists())
+        if not existing.is_dir():
+            raise typer.BadParameter(f"{path} cannot be written: {existing} is not a directory.")
+    return path
+
+
+@app.command("memory")
+def memory(
+    dim: Annotated[int, typer.Option(help="Width of the model.")] = 256,
+    heads: Annotated[int, typer.Option(help="Memories side by side, each dim / heads wide.")] = 4,
+    depth: Annotated[int, typer.Option(help="Layers of each memory.")] = 2,
+    chunk_size: Annotated[int, typer.Option(help="Tokens that share one gradient anchor.")] = 64,
+    batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens per sequence, with commas between.")
+    ] = "512,2048,8192,32768",
+    recurrent_max_length: Annotated[
+        int, typer.Option(help="Longest length for the token-by-token mode.")
+    ] = 512,
+    reference_max_length: Annotated[int, typer.Option(help="Longest length for titans-pytorch.")] = 2048,
+    repeats: Annotated[int, typer.Option(help="Interleaved rounds of timing.")] = 5,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    only: Annotated[
+        str | None, typer.Option(help="Contenders to run, with commas between; all by default.")
+    ] = None,
+    peak_memory: Annotated[bool, typer.Option(help="Measure peak memory too, one process a figure.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw tokens per second here.")] = None,
+    out_dir: Annotated[Path | None, typer.Option(help="Write memory.json and memory.png there.")] = None,
+) -> None:
+    """Speed and peak memory of the neural memory against length, next to titans-pytorch if installed."""
+    sizes = _numbers(lengths, "--lengths")
+    json_path = _output(json_path, out_dir, "memory.json")
+    plot_path = _output(plot_path, out_dir, "memory.png")
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from titans.evaluation import memory_benchmark
+
+    try:
+        settings = memory_benchmark.BenchmarkSettings(
+            dim=dim,
+            heads=heads,
+            depth=depth,
+            chunk_size=chunk_size,
+            batch=batch,
+            lengths=sizes,
+            repeats=repeats,
+            threads=threads,
+            only=_names(only),
+            recurrent_max_length=recurrent_max_length,
+            reference_max_length=reference_max_length,
+            memory=peak_memory,
+        )
+        _, notices = memory_benchmark.choose_contenders(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    for notice in notices:
+        typer.echo(f"titans: {notice}", err=True)
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("starting", total=None)
+        report = memory_benchmark.run_memory_benchmark(
+            settings,
+            lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
+        )
+    memory_benchmark.print_report(report, Console())
+    for notice in report["notices"]:
+        if notice not in notices:
+            typer.echo(f"titans: {notice}", err=True)
+    if json_path is not None:
+        memory_benchmark.write_json(report, json_path)
+        typer.echo(f"Report: {json_path}")
+    if plot_path is not None:
+        memory_benchmark.write_plot(report, plot_path)
+        typer.echo(f"Plot: {plot_path}")

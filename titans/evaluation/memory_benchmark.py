@@ -1,0 +1,905 @@
+"""Speed, peak memory and arithmetic efficiency of the neural memory, side by side with titans-pytorch.
+
+Every contender does the same job, (batch, time, dim) in and out, forward and forward+backward.
+Timings are interleaved: each round runs every contender once, so that a busy minute hits all of them. Peak
+memory is measured in a fresh process for every figure. Nothing is extrapolated: where a length did not run,
+there is no figure.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import dataclasses
+import gc
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+FORWARD, BOTH = "forward", "forward+backward"
+PASSES = (FORWARD, BOTH)
+REFERENCE_VERSION = "0.5.5"
+# The coarse setting of titans-pytorch turns to NaN on random input with its default of 1.
+REFERENCE_MAX_STEP = 1e-2
+GEMM_SIZE = 1024
+SCALING_LENGTH = 2048
+
+Progress = Callable[[int, int, str], None]
+
+
+@dataclass(frozen=True)
+class BenchmarkSettings:
+    """What is measured; a value that cannot be measured raises ValueError with one sentence.
+
+    dim, heads, depth: width of the model, number of memories, layers of each memory (all dim / heads wide)
+    chunk_size: tokens that share one gradient anchor (for the exact rule: tile size)
+    batch, lengths: sequences per call, and tokens per sequence, one measurement for each length
+    repeats: rounds of timing; the token-by-token definition takes part in the first two
+    threads: CPU threads of every contender
+    only: names of the contenders to run, all of them when empty
+    recurrent_max_length, reference_max_length: longest length for the definition, and for titans-pytorch
+    memory: whether to measure peak memory (one fresh process a figure)
+    gemm_size: side of the square float32 product whose rate is the yardstick
+    """
+
+    dim: int = 256
+    heads: int = 4
+    depth: int = 2
+    chunk_size: int = 64
+    batch: int = 1
+    lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
+    repeats: int = 5
+    threads: int = 1
+    only: tuple[str, ...] = ()
+    recurrent_max_length: int = 512
+    reference_max_length: int = 2048
+    memory: bool = True
+    gemm_size: int = GEMM_SIZE
+
+    def __post_init__(self) -> None:
+        for name in (
+            "dim",
+            "heads",
+            "depth",
+            "chunk_size",
+            "batch",
+            "repeats",
+            "threads",
+            "recurrent_max_length",
+            "reference_max_length",
+            "gemm_size",
+        ):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        if self.dim % self.heads:
+            raise ValueError(f"dim must be divisible by heads, got dim {self.dim} and heads {self.heads}.")
+        if not self.lengths:
+            raise ValueError("lengths must name at least one sequence length.")
+        if min(self.lengths) < 1:
+            raise ValueError(f"lengths must be at least 1, got {min(self.lengths)}.")
+        if len(set(self.lengths)) < len(self.lengths):
+            raise ValueError(
+                "lengths must differ from each other, got " + ", ".join(map(str, self.lengths)) + "."
+            )
+        unknown = [name for name in self.only if name not in CONTENDERS]
+        if unknown:
+            raise ValueError(
+                f"only must name contenders among {', '.join(CONTENDERS)}, got {', '.join(unknown)}."
+            )
+        object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+
+    @property
+    def head_width(self) -> int:
+        return self.dim // self.heads
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Input width, hidden widths and output width of one memory."""
+        return (self.head_width,) * (self.depth + 1)
+
+    def lengths_of(self, contender: Contender) -> tuple[int, ...]:
+        """The lengths at which `contender` runs."""
+        limit = max(self.lengths)
+        if contender.package == "titans-pytorch":
+            limit = self.reference_max_length
+        elif contender.name == "recurrent":
+            limit = self.recurrent_max_length
+        return tuple(length for length in self.lengths if length <= limit)
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A contender made ready to run: inputs for a length, the call on them, and what else gets gradients."""
+
+    make_inputs: Callable[[int], tuple[Tensor, ...]]
+    forward: Callable[..., Tensor]
+    parameters: tuple[nn.Parameter, ...] = ()
+    module: nn.Module | None = None
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to compute a neural memory: what it is, and how it is built."""
+
+    name: str
+    package: str
+    rule: str
+    build: Callable[[BenchmarkSettings], Subject]
+    notes: tuple[str, ...] = ()
+
+
+def _module_subject(module: nn.Module, settings: BenchmarkSettings) -> Subject:
+    def make_inputs(length: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(length)
+        return (torch.randn(settings.batch, length, settings.dim, generator=generator).requires_grad_(),)
+
+    def forward(x: Tensor) -> Tensor:
+        y: Tensor = module(x)[0]
+        return y
+
+    return Subject(make_inputs, forward, tuple(p for p in module.parameters() if p.requires_grad), module)
+
+
+def _build_module(settings: BenchmarkSettings, mode: str) -> Subject:
+    from titans import NeuralMemory
+
+    torch.manual_seed(0)
+    chunk_size = 1 if mode == "recurrent" else settings.chunk_size
+    module = NeuralMemory(
+        dim=settings.dim, heads=settings.heads, depth=settings.depth, chunk_size=chunk_size, mode=mode
+    )
+    return _module_subject(module, settings)
+
+
+def _build_op(settings: BenchmarkSettings) -> Subject:
+    from titans.ops import MemoryState, neural_memory_chunked
+
+    torch.manual_seed(0)
+    width = settings.head_width
+    weights = tuple(
+        nn.Parameter(torch.randn(settings.batch, settings.heads, width, width) / width**0.5)
+        for _ in range(settings.depth)
+    )
+
+    def make_inputs(length: int) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(length)
+        shape = (settings.batch, settings.heads, length)
+        q, k, v = (torch.randn(*shape, width, generator=generator) for _ in range(3))
+        q, k = nn.functional.normalize(q, dim=-1), nn.functional.normalize(k, dim=-1)
+        uniform = torch.rand(3, *shape, generator=generator)
+        theta, alpha, eta = 0.01 * uniform[0], 0.01 * uniform[1], 0.5 * uniform[2]
+        return tuple(t.requires_grad_() for t in (q, k, v, theta, alpha, eta))
+
+    def forward(*inputs: Tensor) -> Tensor:
+        y: Tensor = neural_memory_chunked(
+            *inputs, MemoryState.create(weights), chunk_size=settings.chunk_size
+        )[0]
+        return y
+
+    return Subject(make_inputs, forward, weights)
+
+
+def _build_reference(settings: BenchmarkSettings, chunk_size: int) -> Subject:
+    from titans_pytorch import NeuralMemory
+    from titans_pytorch.memory_models import (
+        MemoryMLP,
+    )
+
+    torch.manual_seed(0)
+    module = NeuralMemory(
+        dim=settings.dim,
+        heads=settings.heads,
+        dim_head=settings.head_width,
+        chunk_size=chunk_size,
+        batch_size=settings.chunk_size,
+        model=MemoryMLP(settings.head_width, depth=settings.depth, expansion_factor=1.0),
+        momentum=True,
+        pre_rmsnorm=False,
+        qk_rmsnorm=True,
+        mem_model_norm_add_residual=False,
+        default_step_transform_max_lr=REFERENCE_MAX_STEP,
+    )
+    return _module_subject(module, settings)
+
+
+_REFERENCE_NOTES = (
+    "memory MLP with GELU (ours: SiLU), no norm or residual around it, as in ours",
+    "inner loss is the mean over the width (ours: the sum, Eq. 12)",
+    "queries and keys pass an RMSNorm with a learned scale (ours: L2 normalisation)",
+    f"step gate bounded by {REFERENCE_MAX_STEP} (its default of 1 gives NaN on this input when coarse)",
+    "no convolution after the projections; reads are gated by one sigmoid a head",
+)
+
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender(
+            "chunked",
+            "titan-memory",
+            "gradient at the start of the token's chunk, every token writes and reads its own weights",
+            lambda settings: _build_module(settings, "chunked"),
+        ),
+        Contender(
+            "exact",
+            "titan-memory",
+            "gradient at the weights of the token before (sequential), computed in parallel",
+            lambda settings: _build_module(settings, "exact"),
+        ),
+        Contender(
+            "recurrent",
+            "titan-memory",
+            "gradient at the weights of the token before (sequential), token by token: the definition",
+            lambda settings: _build_module(settings, "recurrent"),
+        ),
+        Contender(
+            "chunked-op",
+            "titan-memory",
+            "the rule of 'chunked', the op alone: no projections, convolutions, norms or gates",
+            _build_op,
+        ),
+        Contender(
+            "titans-pytorch",
+            "titans-pytorch",
+            "the rule of 'chunked' (chunk_size=1, batch_size=chunk)",
+            lambda settings: _build_reference(settings, 1),
+            _REFERENCE_NOTES,
+        ),
+        Contender(
+            "titans-pytorch-coarse",
+            "titans-pytorch",
+            "one step a chunk, reads use the weights before the chunk (chunk_size=chunk, batch_size=chunk)",
+            lambda settings: _build_reference(settings, settings.chunk_size),
+            (*_REFERENCE_NOTES, "momentum and decay gates are averaged over a chunk"),
+        ),
+    )
+}
+
+
+def reference_version() -> str | None:
+    """The version of titans-pytorch that is installed, None without it."""
+    try:
+        return importlib.metadata.version("titans-pytorch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def choose_contenders(settings: BenchmarkSettings) -> tuple[list[Contender], list[str]]:
+    """The contenders that will run, and one sentence for everything worth knowing about the choice."""
+    names = [name for name in CONTENDERS if not settings.only or name in settings.only]
+    notices = []
+    version = reference_version()
+    if version is None:
+        wanted = [name for name in names if CONTENDERS[name].package == "titans-pytorch"]
+        if settings.only and wanted:
+            raise ValueError(
+                f"only names {', '.join(wanted)}, which needs titans-pytorch: "
+                f"pip install titans-pytorch=={REFERENCE_VERSION}."
+            )
+        if wanted:
+            notices.append(
+                "titans-pytorch is not installed, so only this package is measured: "
+                f"pip install titans-pytorch=={REFERENCE_VERSION} adds the comparison."
+            )
+            names = [name for name in names if name not in wanted]
+    elif version != REFERENCE_VERSION:
+        notices.append(f"titans-pytorch is at {version}; the comparison was written for {REFERENCE_VERSION}.")
+    chosen = []
+    for contender in (CONTENDERS[name] for name in names):
+        if settings.lengths_of(contender):
+            chosen.append(contender)
+        else:
+            limit = "recurrent" if contender.name == "recurrent" else "reference"
+            notices.append(f"{contender.name} is left out: no length is within {limit}_max_length.")
+    if not chosen:
+        raise ValueError(
+            "lengths leave no contender to run: all are beyond the maximum length of the chosen ones."
+        )
+    return chosen, notices
+
+
+def chunked_flops(
+    *, batch: int, heads: int, time: int, widths: Sequence[int], chunk_size: int, momentum: bool = True
+) -> int:
+    """Floating-point operations that one forward pass of the chunked rule needs (a multiply-add is two).
+
+    widths: input width, hidden widths and output width of the memory, so depth + 1 numbers. Only products of
+    matrices are counted; elementwise work is not. Per chunk of b tokens, and with n = 2 carries (W and S), or
+    n = 1 without momentum, a layer from width i to width o takes
+
+        keys       2 b i o       forward through the anchor; as much again backwards, except for the first
+        updates    2 b i o n     (coefficients * delta)^T h, once for W and once for S
+        reads      2 b i o n     x W^T and x S^T
+                   2 b^2 (i+o)   x h^T, and the weighted sum of deltas
+
+    and the coefficients P = Da De take 2 b^3 (counted dense) once a chunk, with momentum. The last chunk
+    counts with the tokens that it has.
+    """
+    carries = 2 if momentum else 1
+
+    def one_chunk(tokens: int) -> int:
+        total = 2 * tokens**3 if momentum else 0
+        for layer, (wide_in, wide_out) in enumerate(pairwise(widths)):
+            unit = 2 * tokens * wide_in * wide_out
+            keys = unit if layer == 0 else 2 * unit
+            updates = carries * unit
+            reads = carries * unit + 2 * tokens**2 * (wide_in + wide_out)
+            total += keys + updates + reads
+        return total
+
+    whole, rest = divmod(time, chunk_size)
+    return batch * heads * (whole * one_chunk(chunk_size) + one_chunk(rest))
+
+
+def projection_flops(module: nn.Module, *, batch: int, time: int) -> int:
+    """Floating-point operations of the linear layers and 1-d convolutions in `module`, each once a token."""
+    total = 0
+    for part in module.modules():
+        if isinstance(part, nn.Linear):
+            total += 2 * part.in_features * part.out_features
+        elif isinstance(part, nn.Conv1d):
+            total += 2 * part.out_channels * (part.in_channels // part.groups) * part.kernel_size[0]
+    return batch * time * total
+
+
+def _needed_flops(
+    subject: Subject, name: str, settings: BenchmarkSettings, length: int, which: str
+) -> int | None:
+    """FLOPs a contender needs, None without a count; the backward of a product is two products."""
+    if name not in ("chunked", "chunked-op"):
+        return None
+    flops = chunked_flops(
+        batch=settings.batch,
+        heads=settings.heads,
+        time=length,
+        widths=settings.widths,
+        chunk_size=settings.chunk_size,
+    )
+    if subject.module is not None:
+        flops += projection_flops(subject.module, batch=settings.batch, time=length)
+    return flops if which == FORWARD else 3 * flops
+
+
+def run_pass(subject: Subject, inputs: tuple[Tensor, ...], which: str) -> Tensor:
+    """One call of `subject` on `inputs`; `which` is "forward" or "forward+backward". Returns the output."""
+    if which == FORWARD:
+        with torch.no_grad():
+            return subject.forward(*inputs)
+    y = subject.forward(*inputs)
+    y.square().mean().backward()
+    return y
+
+
+def _clear_gradients(subject: Subject, inputs: tuple[Tensor, ...]) -> None:
+    for tensor in (*subject.parameters, *inputs):
+        tensor.grad = None
+
+
+def _warm_up(subject: Subject, length: int, passes: Sequence[str]) -> None:
+    inputs = subject.make_inputs(length)
+    for which in passes:
+        run_pass(subject, inputs, which)
+    _clear_gradients(subject, inputs)
+
+
+def _time_pass(subject: Subject, inputs: tuple[Tensor, ...], which: str) -> float:
+    gc.collect()
+    start = time.perf_counter()
+    y = run_pass(subject, inputs, which)
+    seconds = time.perf_counter() - start
+    finite = bool(y.isfinite().all())
+    _clear_gradients(subject, inputs)
+    if not finite:
+        raise FloatingPointError("the output is not finite")
+    return seconds
+
+
+def gemm_flops_per_second(size: int = GEMM_SIZE, repeats: int = 3) -> float:
+    """The best measured rate of a float32 product of two size x size matrices, on torch's current threads."""
+    a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
+    best = float("inf")
+    for _ in range(repeats + 1):
+        start = time.perf_counter()
+        torch.mm(a, b, out=out)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+def machine_info(threads: int) -> dict[str, Any]:
+    """What the figures depend on: processor, threads, versions, and how busy the machine is."""
+    try:
+        load: list[float] | None = [round(value, 2) for value in os.getloadavg()]
+    except (AttributeError, OSError):
+        load = None
+    processor = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
+        ]
+        processor = names[0] if names else processor
+    return {
+        "cpu": processor or platform.machine(),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu_count": os.cpu_count(),
+        "threads": threads,
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "load_average_at_start": load,
+    }
+
+
+def _status_bytes(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"/proc/self/status has no {field}")
+
+
+def _release_free_memory() -> None:
+    """Hand the allocator's free pages back to the system where it can: reuse of them would hide growth."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+
+
+def _sampled_growth(call: Callable[[], object]) -> int:
+    """Growth of resident memory during `call`, seen by a thread that looks every millisecond."""
+    import psutil
+
+    process = psutil.Process()
+    before = peak = process.memory_info().rss
+    done = threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not done.wait(0.001):
+            peak = max(peak, process.memory_info().rss)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        result = call()
+        peak = max(peak, process.memory_info().rss)
+        del result
+    finally:
+        done.set()
+        watcher.join()
+    return int(peak - before)
+
+
+def peak_growth(call: Callable[[], object]) -> tuple[int, str]:
+    """Bytes of resident memory that `call` needed at its peak beyond those before it, and how they were seen.
+
+    Linux keeps the peak of a process and lets it be reset, which is exact ("VmHWM"); elsewhere a thread
+    samples the resident memory ("sampled"), which may miss a short peak.
+    """
+    _release_free_memory()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = _status_bytes("VmRSS")
+        if _status_bytes("VmHWM") - before > 1 << 20:
+            raise OSError("the peak was not reset")
+    except (OSError, ValueError):
+        return _sampled_growth(call), "sampled"
+    result = call()
+    growth = _status_bytes("VmHWM") - before
+    del result
+    return max(growth, 0), "VmHWM"
+
+
+def _memory_worker() -> None:
+    """Body of the fresh process: read one job as JSON from stdin, print its peak growth as the last line."""
+    job = json.loads(sys.stdin.read())
+    settings = BenchmarkSettings(
+        **{**job["settings"], "lengths": tuple(job["settings"]["lengths"]), "only": ()}
+    )
+    torch.set_num_threads(settings.threads)
+    subject = CONTENDERS[job["contender"]].build(settings)
+    # Libraries, thread pools and autograd come alive at a short length, before the count starts.
+    _warm_up(subject, min(job["length"], 2 * settings.chunk_size), (job["pass"],))
+    inputs = subject.make_inputs(job["length"])
+    growth, method = peak_growth(lambda: run_pass(subject, inputs, job["pass"]))
+    print(json.dumps({"bytes": growth, "method": method}))
+
+
+def measure_peak_memory(settings: BenchmarkSettings, name: str, length: int, which: str) -> dict[str, Any]:
+    """Peak growth of one call in a fresh process: {"bytes", "method"}, or {"error"} when it failed."""
+    job = {"settings": dataclasses.asdict(settings), "contender": name, "length": length, "pass": which}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(settings.threads),
+        "MKL_NUM_THREADS": str(settings.threads),
+    }
+    code = "from titans.evaluation.memory_benchmark import _memory_worker; _memory_worker()"
+    process = subprocess.run(
+        [sys.executable, "-c", code], input=json.dumps(job), capture_output=True, text=True, env=environment
+    )
+    if process.returncode < 0:
+        return {"error": f"ended by signal {-process.returncode} (out of memory?)"}
+    if process.returncode:
+        return {"error": (process.stderr.strip().splitlines() or ["no message"])[-1]}
+    answer: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
+    return answer
+
+
+Key = tuple[str, int, str]  # contender, length, pass
+
+
+class _Run:
+    """One benchmark under way: the plan, how far it is, what failed, and what should be told."""
+
+    def __init__(self, settings: BenchmarkSettings, progress: Progress | None) -> None:
+        self.settings, self.progress = settings, progress
+        self.contenders, self.notices = choose_contenders(settings)
+        self.plan = [(c, n) for n in settings.lengths for c in self.contenders if n in settings.lengths_of(c)]
+        self.failed: dict[str, int] = {}
+        self.total = sum(len(PASSES) * (self.rounds(c) + settings.memory) for c, _ in self.plan)
+        self.done = 0
+
+    def rounds(self, contender: Contender) -> int:
+        return min(self.settings.repeats, 2) if contender.name == "recurrent" else self.settings.repeats
+
+    def step(self, what: str, contender: Contender, length: int, which: str) -> bool:
+        """Report the next step; False when the contender has failed at this length, or a shorter one."""
+        if self.progress is not None:
+            self.progress(self.done, self.total, f"{what} {contender.name}, {length:,} tokens, {which}")
+        self.done += 1
+        return length < self.failed.get(contender.name, length + 1)
+
+    def fail(self, contender: Contender, length: int, which: str, why: object) -> None:
+        self.failed[contender.name] = length
+        self.notices.append(f"{contender.name} failed at {length} tokens, {which}: {why}.")
+
+    def measure_memory(self) -> dict[Key, dict[str, Any]]:
+        peaks = {}
+        for contender, length in self.plan:
+            for which in PASSES:
+                if not self.step("memory of", contender, length, which):
+                    continue
+                answer = measure_peak_memory(self.settings, contender.name, length, which)
+                if "error" in answer:
+                    self.fail(contender, length, which, answer["error"])
+                else:
+                    peaks[contender.name, length, which] = answer
+        return peaks
+
+    def measure_times(self, subjects: dict[str, Subject]) -> tuple[dict[Key, list[float]], float]:
+        """Seconds of every round, and the best rate of the matrix product between the rounds."""
+        seconds: dict[Key, list[float]] = {}
+        gemm = 0.0
+        for length in self.settings.lengths:
+            here = [c for c, n in self.plan if n == length]
+            inputs = {c.name: subjects[c.name].make_inputs(length) for c in here}
+            for contender in here:
+                _warm_up(subjects[contender.name], min(length, 2 * self.settings.chunk_size), PASSES)
+            for number in range(self.settings.repeats):
+                gemm = max(gemm, gemm_flops_per_second(self.settings.gemm_size))
+                turn = number % max(len(here), 1)
+                for contender in here[turn:] + here[:turn]:
+                    if number >= self.rounds(contender):
+                        continue
+                    for which in PASSES:
+                        if not self.step(f"round {number + 1}:", contender, length, which):
+                            continue
+                        try:
+                            taken = _time_pass(subjects[contender.name], inputs[contender.name], which)
+                        except FloatingPointError as error:
+                            self.fail(contender, length, which, error)
+                        else:
+                            seconds.setdefault((contender.name, length, which), []).append(taken)
+        return seconds, gemm
+
+
+def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure everything that `settings` asks for and return the report, a dict that is ready for JSON.
+
+    progress(done, total, what) is called before every step of work, and once at the end.
+    """
+    run = _Run(settings, progress)
+    machine = machine_info(settings.threads)
+    load = machine["load_average_at_start"]
+    if load and load[0] > 1:
+        run.notices.append(f"the load average was {load[0]} at the start: other work disturbs the figures.")
+
+    # Memory comes first, so that a length that does not fit ends a child process and not this one.
+    peaks = run.measure_memory() if settings.memory else {}
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        subjects = {contender.name: contender.build(settings) for contender in run.contenders}
+        seconds, gemm = run.measure_times(subjects)
+    finally:
+        torch.set_num_threads(previous_threads)
+    if progress is not None:
+        progress(run.total, run.total, "done")
+
+    results = []
+    for key, times in seconds.items():
+        name, length, which = key
+        best = min(times)
+        flops = _needed_flops(subjects[name], name, settings, length, which)
+        peak = peaks.get(key, {})
+        results.append(
+            {
+                "contender": name,
+                "length": length,
+                "pass": which,
+                "seconds": times,
+                "best_seconds": best,
+                "median_seconds": statistics.median(times),
+                "tokens_per_second": settings.batch * length / best,
+                "peak_growth_bytes": peak.get("bytes"),
+                "peak_method": peak.get("method"),
+                "needed_flops": flops,
+                "fraction_of_gemm": None if flops is None else flops / best / gemm,
+            }
+        )
+    return {
+        "benchmark": "memory",
+        "schema": SCHEMA,
+        "machine": machine,
+        "versions": {"titan-memory": _own_version(), "titans-pytorch": reference_version()},
+        "settings": dataclasses.asdict(settings),
+        "contenders": [
+            {
+                "name": c.name,
+                "package": c.package,
+                "rule": c.rule,
+                "notes": list(c.notes),
+                "parameters": sum(p.numel() for p in subjects[c.name].parameters),
+            }
+            for c in run.contenders
+        ],
+        "gemm": {"size": settings.gemm_size, "dtype": "float32", "flops_per_second": gemm},
+        "results": results,
+        "ratios": _ratios(results),
+        "scaling": _scaling(results, settings.batch),
+        "notices": run.notices,
+    }
+
+
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("titan-memory")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"
+
+
+def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Our modules against titans-pytorch at the lengths that both ran; above 1, ours is better."""
+    found = {(r["contender"], r["length"], r["pass"]): r for r in results}
+    ratios = []
+    for (name, length, which), ours in found.items():
+        if CONTENDERS[name].package == "titans-pytorch" or name == "chunked-op":
+            continue
+        for other in ("titans-pytorch", "titans-pytorch-coarse"):
+            theirs = found.get((other, length, which))
+            if theirs is None:
+                continue
+            mine, its = ours["peak_growth_bytes"], theirs["peak_growth_bytes"]
+            ratios.append(
+                {
+                    "contender": name,
+                    "against": other,
+                    "length": length,
+                    "pass": which,
+                    "speed": theirs["best_seconds"] / ours["best_seconds"],
+                    "memory": its / mine if mine and its is not None else None,
+                }
+            )
+    return ratios
+
+
+def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
+    """Per contender and pass: speed at the longest length over that at 2048, and memory a token.
+
+    `bytes_per_token` is the slope of peak memory between the two longest lengths; memory is called linear
+    when that slope is within a quarter of the slope before it (None with fewer than three lengths).
+    """
+    rows = []
+    for name in dict.fromkeys(r["contender"] for r in results):
+        for which in PASSES:
+            runs = [r for r in results if r["contender"] == name and r["pass"] == which]
+            if len(runs) < 2:
+                continue
+            start = next((r for r in runs if r["length"] == SCALING_LENGTH), runs[0])
+            row: dict[str, Any] = {
+                "contender": name,
+                "pass": which,
+                "from_length": start["length"],
+                "to_length": runs[-1]["length"],
+                "speed_retained": runs[-1]["tokens_per_second"] / start["tokens_per_second"],
+                "bytes_per_token": None,
+                "memory_is_linear": None,
+            }
+            if all(r["peak_growth_bytes"] is not None for r in runs):
+                slopes = [
+                    (b["peak_growth_bytes"] - a["peak_growth_bytes"]) / (b["length"] - a["length"]) / batch
+                    for a, b in pairwise(runs)
+                ]
+                row["bytes_per_token"] = slopes[-1]
+                if len(slopes) > 1 and slopes[-2] > 0:
+                    row["memory_is_linear"] = 0.8 <= slopes[-1] / slopes[-2] <= 1.25
+            rows.append(row)
+    return rows
+
+
+def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a temporary file beside `path`, then rename: `path` is either whole or not there."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        temporary.chmod(0o644)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(report: dict[str, Any], path: Path) -> None:
+    """Write the report as JSON."""
+    text = json.dumps(report, indent=2) + "\n"
+    write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _title(report: dict[str, Any]) -> str:
+    settings, machine = report["settings"], report["machine"]
+    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    return (
+        f"Neural memory: dim {settings['dim']}, {settings['heads']} heads, depth {settings['depth']}, "
+        f"chunk {settings['chunk_size']}, batch {settings['batch']} "
+        f"({machine['cpu']}, {threads}, torch {machine['torch']})"
+    )
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Print times, memory, efficiency and scaling of a report, in tables 80 columns wide."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    found = {(r["contender"], r["length"], r["pass"]): r for r in report["results"]}
+    ratios = {(r["contender"], r["against"], r["length"], r["pass"]): r for r in report["ratios"]}
+    places = list(dict.fromkeys((name, length) for name, length, _ in found))
+
+    def against(name: str, length: int, which: str, what: str) -> str:
+        pair = [ratios.get((name, a, length, which)) for a in ("titans-pytorch", "titans-pytorch-coarse")]
+        if pair == [None, None]:
+            return ""
+        return " / ".join(f"{r[what]:.3g}x" if r and r[what] is not None else "-" for r in pair)
+
+    def table(title: str, headings: Sequence[str], rows: list[list[str]]) -> None:
+        drawn = Table(
+            title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        )
+        for index, heading in enumerate(headings):
+            drawn.add_column(heading, justify="right" if index else "left", no_wrap=True)
+        for row in rows:
+            drawn.add_row(*row)
+        console.print(drawn)
+
+    console.print(_title(report), style="bold", highlight=False)
+    for which in PASSES:
+        rows = []
+        for name, length in places:
+            if (result := found.get((name, length, which))) is not None:
+                times = (_seconds_text(result[key]) for key in ("best_seconds", "median_seconds"))
+                speed = f"{result['tokens_per_second']:.0f}"
+                rows.append([name, str(length), *times, speed, against(name, length, which, "speed")])
+        table(f"Time, {which}", ("contender", "tokens", "best", "median", "tokens/s", "faster"), rows)
+
+    if report["settings"]["memory"]:
+        rows = []
+        for name, length in places:
+            row = [name, str(length)]
+            for which in PASSES:
+                peak = found.get((name, length, which), {}).get("peak_growth_bytes")
+                row += ["" if peak is None else f"{peak / 2**20:.1f}", against(name, length, which, "memory")]
+            rows.append(row)
+        headings = ("contender", "tokens", "forward", "smaller", "+backward", "smaller")
+        table("Peak growth of resident memory during one call, MiB", headings, rows)
+
+    rows = []
+    for row in report["scaling"]:
+        fraction = found[row["contender"], row["to_length"], row["pass"]]["fraction_of_gemm"]
+        rows.append(
+            [
+                row["contender"],
+                {FORWARD: "fwd", BOTH: "fwd+bwd"}[row["pass"]],
+                "" if fraction is None else f"{fraction:.1%}",
+                f"{row['speed_retained']:.2f}x of {row['from_length']}",
+                "" if row["bytes_per_token"] is None else f"{row['bytes_per_token'] / 1024:.1f}",
+                {True: "yes", False: "no", None: ""}[row["memory_is_linear"]],
+            ]
+        )
+    if rows:
+        headings = ("contender", "pass", "of GEMM", "tokens/s kept", "KiB/token", "linear")
+        table("At the longest length of each", headings, rows)
+    gemm = report["gemm"]
+    console.print(
+        "faster, smaller: than titans-pytorch with the same rule / in its coarse setting.\n"
+        f"of GEMM: FLOPs that the rule needs per second, over {gemm['flops_per_second'] / 1e9:.1f} GFLOP/s "
+        f"of a {gemm['size']}^3 float32 product.\n"
+        "KiB/token: slope of peak memory between the two longest lengths; linear: as steep as before.",
+        highlight=False,
+    )
+
+
+def _seconds_text(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
+_COLOURS = {
+    "chunked": "#0072B2",
+    "exact": "#D55E00",
+    "recurrent": "#CC79A7",
+    "chunked-op": "#56B4E9",
+    "titans-pytorch": "#444444",
+    "titans-pytorch-coarse": "#999999",
+}
+
+
+def write_plot(report: dict[str, Any], path: Path) -> None:
+    """Draw tokens per second against length, forward and forward+backward side by side, into `path`."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+
+    figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    for axis, which in zip(axes, PASSES, strict=True):
+        for contender in report["contenders"]:
+            name = contender["name"]
+            runs = [r for r in report["results"] if r["contender"] == name and r["pass"] == which]
+            axis.plot(
+                [r["length"] for r in runs],
+                [r["tokens_per_second"] for r in runs],
+                marker="s" if contender["package"] == "titans-pytorch" else "o",
+                linestyle="--" if contender["package"] == "titans-pytorch" else "-",
+                color=_COLOURS[name],
+                label=name,
+            )
+        axis.set(xscale="log", yscale="log", title=which, xlabel="tokens in the sequence")
+        axis.set_xticks(report["settings"]["lengths"])
+        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axis.xaxis.set_minor_locator(NullLocator())
+        axis.yaxis.set_minor_formatter(NullFormatter())
+        axis.grid(which="major", color="#dddddd")
+        axis.spines[["top", "right"]].set_visible(False)
+    axes[0].set_ylabel("tokens per second (higher is better)")
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+    figure.suptitle(_title(report), fontsize=10)
+    try:
+        suffix = path.suffix.lstrip(".") or "png"
+        write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150, format=suffix))
+    finally:
+        pyplot.close(figure)

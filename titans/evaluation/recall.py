@@ -1,0 +1,340 @@
+"""Multi-query associative recall: does a model still know, at the end, the pairs it was shown at the start?
+
+One sequence, with `pairs` = 2:
+
+    position   0    1    2    3    4 ...                       ... length-1
+    token      k1   v1   k2   v2   filler ...  k2  filler  k1  filler
+    label      -    -    -    -    -           v2  -       v1  -
+
+The pairs stand at the very start and the questions at the very end, so at sixteen times the training length nearly
+the whole sequence lies between the two: only what the memory still holds can answer.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans.layers.lmm import LMMBlock
+from titans.layers.memory import NeuralMemory
+
+IGNORE = -100  # the label of a position that is not a question; cross_entropy leaves it out
+SPLITS = ("train", "validation", "test")
+
+
+def _help(default: Any, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True)
+class RecallConfig:
+    """The task, the model and its training. The defaults are the reference set-up."""
+
+    pairs: int = _help(8, "key-value pairs in a sequence, each asked for once")
+    length: int = _help(64, "length of the training sequences")
+    num_keys: int = _help(64, "size of the key vocabulary")
+    num_values: int = _help(64, "size of the value vocabulary; guessing is right once in so many answers")
+    num_fillers: int = _help(64, "size of the filler vocabulary")
+
+    layers: int = _help(2, "number of LMM blocks")
+    dim: int = _help(64, "width of the model")
+    ffn_multiplier: float = _help(2.0, "hidden width of the feed-forward layers, as a multiple of dim")
+    tied: bool = _help(False, "whether the output head shares its weight with the embedding")
+    heads: int = _help(1, "memory heads")
+    head_dim: int | None = _help(None, "width of a memory head; none: dim / heads")
+    depth: int = _help(2, "layers of the memory network")
+    mode: str = _help("exact", "memory rule: exact, chunked or recurrent")
+    chunk_size: int | None = _help(None, "chunk of the chunked rule, tile of the exact one; none: the memory's own")
+    momentum: bool = _help(True, "whether the memory has momentum")
+    forgetting: bool = _help(True, "whether the memory forgets")
+    conv_kernel: int = _help(4, "width of the short causal convolution before the memory; 0: off")
+    bounded: bool = _help(True, "whether the memory's steps are bounded for any input")
+    writes: bool = _help(True, "whether the memory is written at all; false is the control")
+
+    steps: int = _help(1000, "training steps at most")
+    horizon: int = _help(2000, "steps over which the cosine takes the learning rate to zero, at least `steps`")
+    warmup: int = _help(50, "steps of linear warm-up")
+    batch_size: int = _help(32, "sequences a step")
+    learning_rate: float = _help(4e-3, "peak learning rate of AdamW")
+    clip: float = _help(1.0, "largest gradient norm")
+    eval_every: int = _help(50, "steps between two held-out evaluations at the training length")
+    eval_sequences: int = _help(64, "sequences in such an evaluation")
+    stop_at: float | None = _help(None, "stop once held-out accuracy is above this twice in a row; none: never")
+
+    def __post_init__(self) -> None:
+        for name in ("pairs", "num_keys", "num_values", "num_fillers", "layers", "dim", "heads", "depth", "steps"):
+            _require_positive(name, getattr(self, name))
+        for name in ("batch_size", "learning_rate", "clip", "eval_every", "eval_sequences"):
+            _require_positive(name, getattr(self, name))
+        if self.pairs > self.num_keys:
+            raise ValueError(f"pairs must be at most num_keys, so that keys differ; got {self.pairs} > {self.num_keys}")
+        if self.length < self.shortest:
+            raise ValueError(f"length must be at least 3 x pairs = {self.shortest}, got {self.length}")
+        if self.horizon < self.steps:
+            raise ValueError(f"horizon must be at least steps = {self.steps}, got {self.horizon}")
+        if not 0 <= self.warmup <= self.horizon:
+            raise ValueError(f"warmup must be between 0 and horizon = {self.horizon}, got {self.warmup}")
+        if self.stop_at is not None and not 0 < self.stop_at <= 1:
+            raise ValueError(f"stop_at must be in (0, 1] or none, got {self.stop_at}")
+
+    @property
+    def vocab_size(self) -> int:
+        """Keys come first, then values, then fillers."""
+        return self.num_keys + self.num_values + self.num_fillers
+
+    @property
+    def shortest(self) -> int:
+        """The shortest possible sequence: the pairs, and one question for each."""
+        return 3 * self.pairs
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of a guess among all values."""
+        return 1 / self.num_values
+
+    def build_memory(self) -> NeuralMemory:
+        """One memory as described here."""
+        return NeuralMemory(
+            self.dim,
+            heads=self.heads,
+            head_dim=self.head_dim,
+            depth=self.depth,
+            chunk_size=self.chunk_size,
+            mode=self.mode,
+            conv_kernel=self.conv_kernel,
+            momentum=self.momentum,
+            forgetting=self.forgetting,
+            bounded=self.bounded,
+            writes=self.writes,
+        )
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ValueError(f"{name} must be above 0, got {value}")
+
+
+def sample_recall(
+    config: RecallConfig, batch_size: int, length: int, generator: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """Draw `batch_size` sequences of `length` tokens.
+
+    Returns tokens and labels, both (batch, length). A label is the value that belongs to the key asked for at that
+    position, and `IGNORE` elsewhere. The questions are spread over the last 2 x pairs positions (fewer if the length
+    leaves no room), in random order, with fillers between them.
+    """
+    _require_positive("batch_size", batch_size)
+    if length < config.shortest:
+        raise ValueError(f"length must be at least 3 x pairs = {config.shortest}, got {length}")
+    pairs = config.pairs
+    first_filler = config.num_keys + config.num_values
+
+    def random_subset(count: int, size: int) -> Tensor:
+        """`size` distinct numbers below `count`, a row for each sequence."""
+        return torch.rand(batch_size, count, generator=generator).argsort(dim=1)[:, :size]
+
+    keys = random_subset(config.num_keys, pairs)
+    values = torch.randint(config.num_keys, first_filler, (batch_size, pairs), generator=generator)
+    tokens = torch.randint(first_filler, config.vocab_size, (batch_size, length), generator=generator)
+    tokens[:, 0 : 2 * pairs : 2] = keys
+    tokens[:, 1 : 2 * pairs : 2] = values
+
+    tail = min(2 * pairs, length - 2 * pairs)
+    # a random subset comes in random order, so the questions do too
+    positions = length - tail + random_subset(tail, pairs)
+    tokens.scatter_(1, positions, keys)
+    labels = torch.full_like(tokens, IGNORE).scatter_(1, positions, values)
+    return tokens, labels
+
+
+def recall_stream(
+    config: RecallConfig, split: str, seed: int, batch_size: int | None = None, length: int | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Batches without end; split and seed together decide every one of them, and no two splits share a stream."""
+    if split not in SPLITS:
+        raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
+    if seed < 0:
+        raise ValueError(f"seed must not be negative, got {seed}")
+    generator = torch.Generator().manual_seed(len(SPLITS) * seed + SPLITS.index(split))
+    while True:
+        yield sample_recall(config, batch_size or config.batch_size, length or config.length, generator)
+
+
+class RecallModel(nn.Module):
+    """Embedding, LMM blocks, norm, head: the smallest language model with the memory as its only sequence layer."""
+
+    def __init__(self, config: RecallConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embedding = nn.Embedding(config.vocab_size, config.dim)
+        self.blocks = nn.ModuleList(
+            LMMBlock(config.dim, config.build_memory(), config.ffn_multiplier) for _ in range(config.layers)
+        )
+        self.norm = nn.RMSNorm(config.dim)
+        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
+        if config.tied:
+            nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
+        """Logits for `tokens` (batch, time): (batch, time, vocabulary), or (n, vocabulary) at the n true positions of
+        `where` (batch, time), which spares a long sequence the head's work and memory."""
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x, _ = block(x)
+        return self.head(self.norm(x if where is None else x[where]))
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """One held-out evaluation in the course of training."""
+
+    step: int
+    loss: float  # mean training loss since the point before
+    accuracy: float  # held-out, at the training length
+    seconds: float
+
+
+@dataclass
+class RecallRun:
+    """A trained model and how it got there."""
+
+    model: RecallModel
+    steps: int  # steps taken: fewer than asked for if it stopped early or diverged
+    seconds: float
+    diverged: bool
+    curve: list[CurvePoint]
+
+
+def learning_rate_factor(config: RecallConfig, step: int) -> float:
+    """Share of the peak learning rate at `step`: linear warm-up, then a cosine to zero at `horizon`."""
+    if step < config.warmup:
+        return (step + 1) / config.warmup
+    progress = (step - config.warmup) / max(1, config.horizon - config.warmup)
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+def train_recall(
+    config: RecallConfig, seed: int, on_step: Callable[[int, float, float], None] | None = None
+) -> RecallRun:
+    """Train a `RecallModel` from scratch; `seed` decides its weights and its data.
+
+    `on_step` is told (steps taken, loss, last held-out accuracy) after every step. Training ends after `config.steps`,
+    or earlier: when `config.stop_at` is reached, or when the loss is no longer finite.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = RecallModel(config)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step))
+    batches = recall_stream(config, "train", seed)
+
+    curve: list[CurvePoint] = []
+    losses: list[float] = []
+    accuracy = 0.0
+    diverged = False
+    step = 0
+    start = time.perf_counter()
+    while step < config.steps and not diverged:
+        tokens, labels = next(batches)
+        asked = labels != IGNORE
+        loss = F.cross_entropy(model(tokens, asked), labels[asked])
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.clip)
+        diverged = not (torch.isfinite(loss) and torch.isfinite(norm))
+        if not diverged:
+            optimizer.step()
+            schedule.step()
+        step += 1
+        losses.append(loss.item())
+
+        if step % config.eval_every == 0 or step == config.steps or diverged:
+            accuracy = _accuracy(model, config, "validation", seed, config.length, config.eval_sequences)
+            seconds = time.perf_counter() - start
+            curve.append(CurvePoint(step, sum(losses) / len(losses), accuracy, seconds))
+            losses.clear()
+        if on_step is not None:
+            on_step(step, loss.item(), accuracy)
+        if config.stop_at is not None and len(curve) > 1 and curve[-1].step == step:
+            if min(curve[-1].accuracy, curve[-2].accuracy) > config.stop_at:
+                break
+    return RecallRun(model, step, time.perf_counter() - start, diverged, curve)
+
+
+def evaluate_recall(
+    model: RecallModel, lengths: Sequence[int], seed: int = 0, sequences: int = 64, tokens_at_once: int = 16384
+) -> dict[int, float]:
+    """Accuracy on the test stream of `seed`, for every one of `lengths`; NaN if the model's answers are not finite.
+
+    Each sequence is read in one call; `tokens_at_once` bounds how many tokens a call reads, and with it the memory.
+    """
+    _require_positive("sequences", sequences)
+    config = model.config
+    return {n: _accuracy(model, config, "test", seed, n, sequences, tokens_at_once) for n in lengths}
+
+
+def run_recall(
+    config: RecallConfig,
+    seed: int,
+    lengths: Sequence[int],
+    sequences: int = 64,
+    on_step: Callable[[int, float, float], None] | None = None,
+) -> dict[str, Any]:
+    """Train, then test at every one of `lengths`: the run's summary with its `recall`, ready for JSON.
+
+    A figure that is not a number, as those of a run that diverged, is None.
+    """
+    run = train_recall(config, seed, on_step)
+    recall = evaluate_recall(run.model, lengths, seed, sequences)
+    return {
+        "seed": seed,
+        "recall": {str(length): _or_none(accuracy) for length, accuracy in recall.items()},
+        "steps": run.steps,
+        "seconds": round(run.seconds, 1),
+        "diverged": run.diverged,
+        "config": asdict(config),
+        "curve": [{name: _or_none(value) for name, value in asdict(point).items()} for point in run.curve],
+    }
+
+
+def _or_none(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+@torch.no_grad()
+def _accuracy(
+    model: RecallModel,
+    config: RecallConfig,
+    split: str,
+    seed: int,
+    length: int,
+    sequences: int,
+    tokens_at_once: int = 16384,
+) -> float:
+    batch_size = max(1, min(sequences, tokens_at_once // length))
+    batches = recall_stream(config, split, seed, batch_size, length)
+    was_training = model.training
+    model.eval()
+    right = answers = 0
+    left = sequences
+    finite = True
+    while left > 0:
+        tokens, labels = (rows[:left] for rows in next(batches))
+        asked = labels != IGNORE
+        logits = model(tokens, asked)
+        finite = finite and bool(torch.isfinite(logits).all())
+        right += int((logits.argmax(dim=-1) == labels[asked]).sum())
+        answers += int(asked.sum())
+        left -= len(tokens)
+    model.train(was_training)
+    return right / answers if finite else math.nan

@@ -1,0 +1,503 @@
+"""The dual form: reads and writes a tile of tokens without ever storing a per-token gradient or weight.
+
+What the chunked and the exact rule share. They differ in one thing, the *key pass*: where each token's gradient is
+taken. It gives, for every layer, the tokens' inputs h and backpropagated errors delta; everything after that is the
+same (docs/math.md, The dual form).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titans.ops.coefficients import Coefficients, tile_coefficients
+from titans.ops.frame import Frame
+from titans.ops.network import ACTIVATIONS, LAYER_NORM_EPS, MemoryMLP, append_one, layer_norm_vjp
+from titans.ops.recurrent import TINY, clip_rows
+from titans.ops.state import MemoryState, Surprise
+
+Tensors = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What stays the same for a whole call."""
+
+    network: MemoryMLP
+    squared: bool
+    bounded: bool
+    crowding: bool  # also divide a bounded step by how crowded its chunk is
+    max_norm: float | None
+    first_order: bool
+    anchored: bool  # the chunked rule: gradients are taken at the weights of the chunk's start
+    decay_first: bool
+    surprise: bool
+
+    def inputs(self, x: Tensor) -> Tensor:
+        """What a weight multiplies: x, or [x, 1] if the memory has biases."""
+        return append_one(x) if self.network.bias else x
+
+
+class Carry(NamedTuple):
+    """The state between tiles, batch and heads folded into one dimension."""
+
+    weights: Tensors
+    momentum: Tensors  # empty: no momentum
+    anchor: Tensors  # empty: the weights themselves
+    gram: Tensor | None
+
+
+class Tokens(NamedTuple):
+    """Framed inputs, (batch * heads, slots, ...); ``live`` is None if every slot holds a token."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    theta: Tensor
+    alpha: Tensor | None
+    eta: Tensor | None
+    live: Tensor | None
+    norm: Tensor | None  # (batch * heads, 2, width): the network's LayerNorm, not per token
+
+
+class Tile(NamedTuple):
+    """One tile's share of the tokens and coefficients, as a key pass sees it."""
+
+    k: Tensor
+    v: Tensor
+    step: Tensor  # theta, with the factor 2 of the squared loss and the crowding already in it
+    keep: Tensor | None  # 1 - alpha
+    coefficients: Coefficients
+    norm: Tensor | None
+
+
+class Keys(NamedTuple):
+    """What a key pass found: u_i = scale * delta_i h_i^T per layer, and the step each token takes."""
+
+    inputs: Tensors  # h per layer, (n, b, in)
+    deltas: Tensors  # (n, b, out)
+    step: Tensor  # (n, b)
+    gradient: Tensor | None  # ||u||^2 / scale^2, (n, b)
+    loss: Tensor | None  # (n, b)
+
+
+KeyPass = Callable[[Rule, Carry, Tile], Keys]
+
+
+class Output(NamedTuple):
+    """A token's output at its key, as far as the loss goes; without the squared loss's factor 2."""
+
+    error: Tensor  # gradient of the loss at M's output, (n, b, out)
+    delta: Tensor  # the same at the last layer's output, below norm and residual
+    loss: Tensor | None  # (n, b), if the surprise is asked for
+
+
+def network_output(rule: Rule, z: Tensor, x: Tensor, norm: Tensor | None) -> Tensor:
+    """What M makes of its last layer's output z for the input x: norm and residual."""
+    if norm is not None:
+        z = F.layer_norm(z, z.shape[-1:], eps=LAYER_NORM_EPS) * norm[:, :1] + norm[:, 1:]
+    return z + x if rule.network.residual else z
+
+
+def output_error(rule: Rule, z: Tensor, tile: Tile) -> Output:
+    """From the last layer's output at the keys to the loss and its gradients."""
+    loss = None
+    if rule.squared:
+        error = network_output(rule, z, tile.k, tile.norm) - tile.v
+        if rule.surprise:
+            loss = error.square().sum(-1)
+    else:
+        error = -tile.v
+        if rule.surprise:
+            loss = (network_output(rule, z, tile.k, tile.norm) * error).sum(-1)
+    delta = error if tile.norm is None else layer_norm_vjp(z, tile.norm[:, :1], error)
+    return Output(error, delta, loss)
+
+
+def squared_gradient(inputs: Tensors, deltas: Tensors) -> Tensor:
+    """||u_i||^2 = sum over layers of ||delta_i||^2 ||h_i||^2."""
+    total = deltas[0].square().sum(-1) * inputs[0].square().sum(-1)
+    for h, delta in zip(inputs[1:], deltas[1:], strict=True):
+        total = total + delta.square().sum(-1) * h.square().sum(-1)
+    return total
+
+
+def finish_keys(rule: Rule, tile: Tile, inputs: Tensors, deltas: Tensors, output: Output) -> Keys:
+    """Adds the normalised step and the surprise to a key pass's inputs and deltas."""
+    if not rule.bounded and not rule.surprise:
+        return Keys(inputs, deltas, tile.step, None, None)
+    gradient = squared_gradient(inputs, deltas)
+    step = tile.step
+    if rule.bounded:
+        step = step / (1 + gradient / (output.error.square().sum(-1) + TINY))
+    return Keys(inputs, deltas, step, gradient, output.loss)
+
+
+def run_tiles(
+    rule: Rule,
+    key_pass: KeyPass,
+    tile: int,
+    ends: tuple[bool | Tensor | None, ...],
+    carry: Carry,
+    tokens: Tokens,
+) -> tuple[Carry, Tensors]:
+    """Runs consecutive tiles: the key passes and writes one after another, then all their reads at once.
+
+    Returns the carry after them and (y,) or (y, ||u||^2, l) for every slot.
+    """
+    n, slots, _ = tokens.k.shape
+    tiles = slots // tile
+
+    def split(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.reshape(n, tiles, tile, *x.shape[2:])
+
+    q, k, v, theta, alpha, eta, live = (split(x) for x in tokens[:7])
+    assert q is not None and k is not None and v is not None and theta is not None
+    coefficients = tile_coefficients(theta, alpha, eta, live)
+    step = 2 * theta if rule.squared else theta
+    unit = None
+    if rule.crowding:
+        unit = k / (torch.linalg.vector_norm(k, dim=-1, keepdim=True) + TINY)
+        if live is not None:
+            unit = unit * live.unsqueeze(-1)
+        step = step / (1 + (unit @ unit.mT).square().tril(-1).sum(-1)).square()
+    keep = None if alpha is None else 1 - alpha
+
+    starts: list[tuple[Tensors, Tensors]] = []
+    found: list[Keys] = []
+    for index in range(tiles):
+        row = Coefficients(*(None if x is None else x[:, index] for x in coefficients))
+        tile_step = step[:, index]
+        if unit is not None and carry.gram is not None:
+            tile_step = _crowd_before(unit[:, index], carry.gram, tile_step)
+        part = Tile(
+            k[:, index],
+            v[:, index],
+            tile_step,
+            None if keep is None else keep[:, index],
+            row,
+            tokens.norm,
+        )
+        keys = key_pass(rule, carry, part)
+        starts.append((carry.weights, carry.momentum))
+        found.append(keys)
+        carry = _advance(rule, carry, keys, row, ends[index], None if unit is None else unit[:, index])
+
+    y = _read(rule, q, starts, found, coefficients, tokens.norm)
+    if not rule.surprise:
+        return carry, (y,)
+    gradient = torch.stack([x.gradient for x in found if x.gradient is not None], dim=1).reshape(n, slots)
+    loss = torch.stack([x.loss for x in found if x.loss is not None], dim=1).reshape(n, slots)
+    return carry, (y, 4 * gradient if rule.squared else gradient, loss)
+
+
+def _crowd_before(unit: Tensor, gram: Tensor, step: Tensor) -> Tensor:
+    """Corrects a tile's step for the tokens of its chunk that came with earlier calls."""
+    inside = 1 + (unit @ unit.mT).square().tril(-1).sum(-1)
+    before = ((unit @ gram) * unit).sum(-1)
+    return step * (inside / (inside + before)).square()
+
+
+def _advance(
+    rule: Rule,
+    carry: Carry,
+    keys: Keys,
+    row: Coefficients,
+    end: bool | Tensor | None,
+    unit: Tensor | None,
+) -> Carry:
+    """The state after a tile: W' = beta_b W + c_b S - (P[b] theta . delta)^T h, S' likewise."""
+    memory_step = (row.products[:, -1] * keys.step).unsqueeze(-1)
+    weights, momentum = [], []
+    for index, (h, delta) in enumerate(zip(keys.inputs, keys.deltas, strict=True)):
+        w = carry.weights[index]
+        kept = w if row.beta is None else row.beta[:, -1, None, None] * w
+        if row.momentum_row is None or row.c is None or row.m is None:
+            weights.append(torch.baddbmm(kept, (memory_step * delta).mT, h, alpha=-1))
+            continue
+        s = carry.momentum[index]
+        both = torch.cat([memory_step * delta, (row.momentum_row * keys.step).unsqueeze(-1) * delta], dim=-1)
+        update = both.mT @ h
+        out = delta.shape[-1]
+        weights.append(torch.addcmul(kept, row.c[:, -1, None, None], s) - update[:, :out])
+        momentum.append(row.m[:, -1, None, None] * s - update[:, out:])
+    new_weights, new_momentum = tuple(weights), tuple(momentum)
+
+    if end is None:
+        anchor = (carry.anchor or carry.weights) if rule.anchored else ()
+        gram = None if unit is None else _add_gram(carry.gram, unit)
+        return Carry(new_weights, new_momentum, anchor, gram)
+    if rule.max_norm is not None:
+        clipped = tuple(_guard(x, rule.max_norm) for x in new_weights)
+        clipped_momentum = tuple(_guard(x, rule.max_norm) for x in new_momentum)
+    else:
+        clipped, clipped_momentum = new_weights, new_momentum
+    if end is True:
+        return Carry(clipped, clipped_momentum, (), None)
+    assert isinstance(end, Tensor)
+    done = end.repeat_interleave(len(new_weights[0]) // len(end)).view(-1, 1, 1)
+    new_weights = tuple(torch.where(done, a, b) for a, b in zip(clipped, new_weights, strict=True))
+    new_momentum = tuple(torch.where(done, a, b) for a, b in zip(clipped_momentum, new_momentum, strict=True))
+    old_anchor = (carry.anchor or carry.weights) if rule.anchored else ()
+    anchor = tuple(torch.where(done, a, b) for a, b in zip(new_weights, old_anchor, strict=False))
+    gram = None if unit is None else torch.where(done, 0, _add_gram(carry.gram, unit))
+    return Carry(new_weights, new_momentum, anchor, gram)
+
+
+def _add_gram(gram: Tensor | None, unit: Tensor) -> Tensor:
+    return unit.mT @ unit if gram is None else torch.baddbmm(gram, unit.mT, unit)
+
+
+def _guard(weight: Tensor, max_norm: float) -> Tensor:
+    """``clip_rows``, skipped on a CPU when no row is too long: multiplying by 1 changes nothing."""
+    if weight.device.type == "cpu" and weight.numel():
+        largest = weight.detach().square().sum(-1).max()
+        if bool(largest <= max_norm * max_norm):
+            return weight
+    return clip_rows(weight, max_norm)
+
+
+def _read(
+    rule: Rule,
+    q: Tensor,
+    starts: list[tuple[Tensors, Tensors]],
+    found: list[Keys],
+    coefficients: Coefficients,
+    norm: Tensor | None,
+) -> Tensor:
+    """y_t = M_t(q_t) for all tiles at once (Eq. 15): each layer applies the token's own weights in their dual form."""
+    n, tiles, tile, _ = q.shape
+    activate, _ = ACTIVATIONS[rule.network.activation]
+
+    def stack(parts: list[Tensor]) -> Tensor:
+        if tiles == 1:
+            return parts[0]
+        return torch.stack(parts, dim=1).reshape(n * tiles, *parts[0].shape[1:])
+
+    def flat(x: Tensor) -> Tensor:
+        return x.reshape(n * tiles, *x.shape[2:])
+
+    applied = flat(coefficients.products) * stack([keys.step for keys in found]).unsqueeze(-2)
+    beta = None if coefficients.beta is None else flat(coefficients.beta).unsqueeze(-1)
+    c = None if coefficients.c is None else flat(coefficients.c).unsqueeze(-1)
+    x = q0 = flat(q)
+    depth = len(found[0].deltas)
+    for layer in range(depth):
+        x = rule.inputs(x)
+        z = x @ stack([w[layer] for w, _ in starts]).mT
+        if beta is not None:
+            z = z * beta
+        if c is not None:
+            z = torch.addcmul(z, x @ stack([s[layer] for _, s in starts]).mT, c)
+        h = stack([keys.inputs[layer] for keys in found])
+        delta = stack([keys.deltas[layer] for keys in found])
+        z = torch.baddbmm(z, (x @ h.mT) * applied, delta, alpha=-1)
+        x = activate(z) if layer + 1 < depth else z
+    y = network_output(rule, x, q0, None if norm is None else norm.repeat_interleave(tiles, 0))
+    return y.reshape(n, tiles * tile, -1)
+
+
+def _flatten(carry: Carry, tokens: Tokens) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple[Carry, Tokens]]]:
+    """All tensors of a carry and its tokens as one list, and the way back."""
+    counts = (len(carry.weights), len(carry.momentum), len(carry.anchor))
+    optional = (carry.gram, *tokens)
+    there = [x is not None for x in optional]
+    tensors = [*carry.weights, *carry.momentum, *carry.anchor, *(x for x in optional if x is not None)]
+
+    def rebuild(values: list[Tensor]) -> tuple[Carry, Tokens]:
+        rest = iter(values)
+        weights, momentum, anchor = (tuple(next(rest) for _ in range(count)) for count in counts)
+        gram, *fields = (next(rest) if is_there else None for is_there in there)
+        return Carry(weights, momentum, anchor, gram), Tokens(*fields)  # type: ignore[arg-type]
+
+    return tensors, rebuild
+
+
+def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
+    return Tokens(*(None if x is None else x[:, start:stop] for x in tokens[:7]), tokens.norm)  # type: ignore[arg-type]
+
+
+class _Checkpointed(torch.autograd.Function):
+    """Runs all groups without a graph, keeps the state at each group's start, and recomputes group by group."""
+
+    @staticmethod
+    def forward(ctx: Any, groups: list[Any], rebuild: Any, finish: dict[str, Any], *tensors: Tensor) -> Tensors:
+        carry, tokens = rebuild(list(tensors))
+        carries, outputs = [], []
+        for run, start, stop in groups:
+            carries.append(carry)
+            carry, out = run(carry, _slice(tokens, start, stop))
+            outputs.append(out)
+        ctx.groups, ctx.rebuild, ctx.carries = groups, rebuild, carries
+        ctx.save_for_backward(*tensors)
+        flat, ctx.final = _flatten_carry(carry)
+        finish["carry"] = ctx.final
+        finish["outputs"] = len(outputs[0])
+        return *(torch.cat(parts, dim=1) for parts in zip(*outputs, strict=True)), *flat
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        tensors = list(ctx.saved_tensors)
+        _, tokens = ctx.rebuild(tensors)
+        count = len(tensors)
+        outputs = len(grads) - ctx.final.size
+        carry_grads = list(grads[outputs:])
+        first = ctx.carries[0]
+        n_carry = len(_flatten_carry(first)[0])
+        token_grads: list[Tensor | None] = [None] * (count - n_carry)
+        needs = ctx.needs_input_grad[3 + n_carry :]
+        wanted = [x for x in tokens if x is not None]
+        shared = [tokens.norm is not None and i == len(wanted) - 1 for i in range(len(wanted))]
+        for index in reversed(range(len(ctx.groups))):
+            run, start, stop = ctx.groups[index]
+            with torch.enable_grad():
+                flat, spec = _flatten_carry(ctx.carries[index])
+                flat = [x.detach().requires_grad_() for x in flat]
+                leaves = [
+                    (x if whole else x[:, start:stop]).detach().requires_grad_(need)
+                    for x, need, whole in zip(wanted, needs, shared, strict=True)
+                ]
+                _, rebuild_group = _flatten(ctx.carries[index], tokens)
+                carry, part = rebuild_group([*flat, *leaves])
+                new_carry, out = run(carry, part)
+                new_flat, _ = _flatten_carry(new_carry)
+                results = [*out, *new_flat]
+                cotangents = [g[:, start:stop] for g in grads[:outputs]] + carry_grads
+                pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if r.requires_grad]
+                inputs = [x for x in (*flat, *leaves) if x.requires_grad]
+                gradients = torch.autograd.grad(
+                    [r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
+                )
+            by_input = {id(x): g for x, g in zip(inputs, gradients, strict=True)}
+            carry_grads = [
+                torch.zeros_like(x) if by_input[id(x)] is None else by_input[id(x)] for x in flat
+            ]
+            for i, leaf in enumerate(leaves):
+                gradient = by_input.get(id(leaf))
+                if gradient is None:
+                    continue
+                if token_grads[i] is None:
+                    token_grads[i] = torch.zeros_like(wanted[i])
+                total = token_grads[i]
+                assert total is not None
+                if shared[i]:
+                    total += gradient
+                else:
+                    total[:, start:stop] = gradient
+        return None, None, None, *carry_grads, *token_grads
+
+
+class _CarrySpec(NamedTuple):
+    counts: tuple[int, int, int]
+    gram: bool
+
+    @property
+    def size(self) -> int:
+        return sum(self.counts) + self.gram
+
+    def build(self, flat: Tensors) -> Carry:
+        a, b, c = self.counts
+        gram = flat[a + b + c] if self.gram else None
+        return Carry(flat[:a], flat[a : a + b], flat[a + b : a + b + c], gram)
+
+
+def _flatten_carry(carry: Carry) -> tuple[list[Tensor], _CarrySpec]:
+    flat = [*carry.weights, *carry.momentum, *carry.anchor]
+    spec = _CarrySpec((len(carry.weights), len(carry.momentum), len(carry.anchor)), carry.gram is not None)
+    return (flat if carry.gram is None else [*flat, carry.gram]), spec
+
+
+def run_dual(
+    rule: Rule,
+    key_pass: KeyPass,
+    frame: Frame,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor | None,
+    eta: Tensor | None,
+    state: MemoryState,
+    checkpoint_every: int,
+) -> tuple[Tensor, MemoryState, Surprise | None]:
+    """Runs a whole call (batch, heads, time, width) through the dual form.
+
+    The backward pass keeps the state at every ``checkpoint_every``-th tile and recomputes what lies between.
+    """
+    batch, heads, time, _ = q.shape
+    out_dtype, dtype = q.dtype, state.weights[0].dtype
+
+    def fold(x: Tensor, dead: float | None = None) -> Tensor:
+        return frame.put(x.to(dtype), dead).flatten(0, 1)
+
+    live = None
+    if frame.live is not None:
+        live = frame.live.to(dtype).repeat_interleave(heads, 0)
+    norm = rule.network.norm
+    tokens = Tokens(
+        fold(q),
+        fold(k),
+        fold(v),
+        fold(theta, 0.0),
+        None if alpha is None else fold(alpha, 0.0),
+        None if eta is None else fold(eta, 1.0),
+        live,
+        None if norm is None else torch.stack([x.to(dtype) for x in norm], 1).repeat(batch, 1, 1),
+    )
+
+    def join(group: Tensors) -> Tensors:
+        return tuple(w.flatten(0, 1) for w in group)
+
+    open_chunk = rule.anchored and state.anchor is not state.weights
+    carry = Carry(
+        join(state.weights),
+        join(state.momentum) if eta is not None else (),
+        join(state.anchor) if open_chunk else (),
+        state.gram.flatten(0, 1) if rule.crowding and open_chunk and state.gram is not None else None,
+    )
+
+    def group(start: int, stop: int) -> tuple[Any, int, int]:
+        def run(carry: Carry, part: Tokens) -> tuple[Carry, Tensors]:
+            with torch.autocast(part.q.device.type, enabled=False):
+                return run_tiles(rule, key_pass, frame.tile, frame.ends[start:stop], carry, part)
+
+        return run, start * frame.tile, stop * frame.tile
+
+    every = max(1, checkpoint_every)
+    groups = [group(i, min(i + every, frame.tiles)) for i in range(0, frame.tiles, every)]
+    tensors, rebuild = _flatten(carry, tokens)
+    if len(groups) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        finish: dict[str, Any] = {}
+        results = _Checkpointed.apply(groups, rebuild, finish, *tensors)
+        outputs = results[: finish["outputs"]]
+        carry = finish["carry"].build(results[finish["outputs"] :])
+    else:
+        parts = []
+        for run, start, stop in groups:
+            carry, out = run(carry, _slice(tokens, start, stop))
+            parts.append(out)
+        outputs = tuple(torch.cat(p, dim=1) if len(p) > 1 else p[0] for p in zip(*parts, strict=True))
+
+    def part(group: Tensors) -> Tensors:
+        return tuple(w.unflatten(0, (batch, heads)) for w in group)
+
+    weights = part(carry.weights)
+    new_state = replace(
+        state,
+        weights=weights,
+        momentum=part(carry.momentum) if eta is not None else state.momentum,
+        anchor=part(carry.anchor) if carry.anchor else weights,
+        position=frame.position,
+        gram=None if carry.gram is None else carry.gram.unflatten(0, (batch, heads)),
+    )
+    y = frame.take(outputs[0].unflatten(0, (batch, heads))).to(out_dtype)
+    surprise = None
+    if rule.surprise:
+        gradient, loss = (frame.take(x.unflatten(0, (batch, heads))) for x in outputs[1:])
+        surprise = Surprise(torch.sqrt(gradient + TINY), loss)
+    return y, new_state, surprise

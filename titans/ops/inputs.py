@@ -1,0 +1,123 @@
+"""What the memory ops accept: shapes, ranges and the sentences that say what was wrong."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from titans.ops.network import MemoryMLP
+from titans.ops.state import MemoryState
+
+LOSSES = ("squared", "dot")
+
+
+def check_inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    theta: Tensor,
+    alpha: Tensor | None,
+    eta: Tensor | None,
+    state: MemoryState,
+    *,
+    chunk_size: int,
+    network: object,
+    loss: str,
+    mask: Tensor | None,
+    max_norm: float | None,
+    check_values: bool,
+) -> None:
+    """Raises a ``ValueError`` of one sentence for the first thing that is wrong.
+
+    ``check_values`` also looks at the numbers: finite everywhere, gates in [0, 1].
+    """
+    if not isinstance(chunk_size, int) or chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}; expected a whole number of at least 1")
+    if loss not in LOSSES:
+        raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+    if max_norm is not None and not max_norm > 0:
+        raise ValueError(f"max_norm is {max_norm}; expected a positive number or None")
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.ndim != 4:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, heads, time, width)")
+        if not x.is_floating_point():
+            raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype")
+        if x.shape[:3] != q.shape[:3]:
+            raise ValueError(
+                f"{name} has (batch, heads, time) {tuple(x.shape[:3])}, q has {tuple(q.shape[:3])}; "
+                "expected the same"
+            )
+    if k.shape[-1] != q.shape[-1]:
+        raise ValueError(f"k has width {k.shape[-1]} and q has width {q.shape[-1]}; expected the same")
+    for name, gate in (("theta", theta), ("alpha", alpha), ("eta", eta)):
+        if gate is not None:
+            _check_gate(name, gate, q, v, state)
+    if mask is not None:
+        if mask.shape != (q.shape[0], q.shape[2]):
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)}; expected (batch, time) = {(q.shape[0], q.shape[2])}"
+            )
+        if mask.dtype != torch.bool:
+            raise ValueError(f"mask has dtype {mask.dtype}; expected bool, True where a token counts")
+    _check_state(state, q, v, network)
+    if check_values:
+        for name, x in (("q", q), ("k", k), ("v", v), ("theta", theta), ("alpha", alpha), ("eta", eta)):
+            if x is not None and x.numel():
+                check_finite(name, x)
+        for name, gate in (("theta", theta), ("alpha", alpha), ("eta", eta)):
+            if gate is not None and gate.numel():
+                low, high = (float(x) for x in torch.aminmax(gate.detach()))
+                if low < 0 or high > 1:
+                    raise ValueError(f"{name} has values from {low:.4g} to {high:.4g}; expected them in [0, 1]")
+
+
+def check_finite(name: str, x: Tensor) -> None:
+    """Raises a ``ValueError`` that says where the first NaN or infinity stands."""
+    if bool(torch.isfinite(x.detach().sum())):  # one cheap pass; a sum that overflows is looked at more closely
+        return
+    bad = torch.nonzero(~torch.isfinite(x.detach()))
+    if len(bad):
+        where = ", ".join(str(i) for i in bad[0].tolist())
+        raise ValueError(f"{name} has {len(bad)} values that are NaN or infinite, the first at [{where}]")
+
+
+def _check_gate(name: str, gate: Tensor, q: Tensor, v: Tensor, state: MemoryState) -> None:
+    if not gate.is_floating_point():
+        raise ValueError(f"{name} has dtype {gate.dtype}; expected a floating dtype")
+    if gate.shape == q.shape[:3]:
+        return
+    if gate.shape == (*q.shape[:3], v.shape[-1]):
+        if len(state.weights) > 1:
+            raise ValueError(
+                f"{name} has a value per output channel, but the memory has {len(state.weights)} layers; "
+                "channel gates are for linear memory"
+            )
+        return
+    raise ValueError(
+        f"{name} has shape {tuple(gate.shape)}; expected (batch, heads, time) = {tuple(q.shape[:3])}"
+    )
+
+
+def _check_state(state: MemoryState, q: Tensor, v: Tensor, network: object) -> None:
+    first, last = state.weights[0], state.weights[-1]
+    if first.shape[:2] != q.shape[:2]:
+        raise ValueError(
+            f"state has (batch, heads) {tuple(first.shape[:2])}, q has {tuple(q.shape[:2])}; expected the same"
+        )
+    if not isinstance(network, MemoryMLP):
+        return
+    bias = int(network.bias)
+    inside = q.shape[-1]
+    for index, weight in enumerate(state.weights):
+        if weight.shape[-1] != inside + bias:
+            raise ValueError(
+                f"state.weights[{index}] takes {weight.shape[-1]} inputs; expected {inside + bias}"
+                + (" (with bias)" if bias else "")
+            )
+        inside = weight.shape[-2]
+    if last.shape[-2] != v.shape[-1]:
+        raise ValueError(f"the memory's output has width {last.shape[-2]} and v has width {v.shape[-1]}")
+    if network.residual and q.shape[-1] != v.shape[-1]:
+        raise ValueError(
+            f"a residual memory needs equal widths in and out; q has {q.shape[-1]}, v has {v.shape[-1]}"
+        )

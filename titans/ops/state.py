@@ -1,0 +1,179 @@
+"""The memory's state: a value that goes into every call and comes out of it."""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+FORMAT = "titans.MemoryState"
+VERSION = "1"
+
+
+class Surprise(NamedTuple):
+    """How surprising each token was, both (batch, heads, time)."""
+
+    gradient_norm: Tensor  # ||grad_M l||, before the token was written
+    loss: Tensor  # l(M; k, v)
+
+
+@dataclass(frozen=True)
+class MemoryState:
+    """Weights and momentum of a memory, and where in its open chunk each sequence stands.
+
+    Attributes:
+        weights: M, one (batch, heads, out, in) tensor a layer.
+        momentum: S, same shapes.
+        anchor: the weights at the start of the open chunk, where its gradients are taken.
+        position: (batch,) int64, how many tokens of the open chunk each sequence has seen.
+        gram: (batch, heads, width, width), sum of the outer products of the open chunk's unit keys, or None: what the
+            bounded chunked rule needs to know of the tokens before (see ``docs/math.md``, Bounds).
+        conv: the last inputs of ``NeuralMemory``'s convolutions, (batch, kernel - 1, channels) each; empty for the ops.
+    """
+
+    weights: tuple[Tensor, ...]
+    momentum: tuple[Tensor, ...]
+    anchor: tuple[Tensor, ...]
+    position: Tensor
+    gram: Tensor | None = None
+    conv: tuple[Tensor, ...] = ()
+
+    @classmethod
+    def create(cls, weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = None) -> MemoryState:
+        """A state at the start of a chunk, from one (batch, heads, out, in) tensor a layer."""
+        weights = tuple(weights)
+        if not weights:
+            raise ValueError("weights is empty; expected one (batch, heads, out, in) tensor a layer")
+        for index, weight in enumerate(weights):
+            if weight.ndim != 4:
+                raise ValueError(
+                    f"weights[{index}] has shape {tuple(weight.shape)}; expected (batch, heads, out, in)"
+                )
+            if weight.shape[:2] != weights[0].shape[:2]:
+                raise ValueError(
+                    f"weights[{index}] has batch and heads {tuple(weight.shape[:2])}, "
+                    f"weights[0] has {tuple(weights[0].shape[:2])}; expected the same"
+                )
+        momentum = tuple(torch.zeros_like(w) for w in weights) if momentum is None else tuple(momentum)
+        if [m.shape for m in momentum] != [w.shape for w in weights]:
+            raise ValueError(
+                f"momentum has shapes {[tuple(m.shape) for m in momentum]}; "
+                f"expected those of the weights, {[tuple(w.shape) for w in weights]}"
+            )
+        position = torch.zeros(weights[0].shape[0], dtype=torch.int64, device=weights[0].device)
+        return cls(weights, momentum, weights, position)
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences the state holds."""
+        return self.weights[0].shape[0]
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> MemoryState:
+        """A state with ``function`` applied to every tensor, ``position`` included."""
+        weights = tuple(function(w) for w in self.weights)
+        anchor = weights if self.anchor is self.weights else tuple(function(w) for w in self.anchor)
+        return MemoryState(
+            weights=weights,
+            momentum=tuple(function(w) for w in self.momentum),
+            anchor=anchor,
+            position=function(self.position),
+            gram=None if self.gram is None else function(self.gram),
+            conv=tuple(function(c) for c in self.conv),
+        )
+
+    def detach(self) -> MemoryState:
+        """The same values, cut off from the graph: where truncated backpropagation through time ends."""
+        return self.map(Tensor.detach)
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MemoryState:
+        """The state on another device or in another floating dtype."""
+        return self.map(lambda x: x.to(device=device, dtype=dtype if x.is_floating_point() else None))
+
+    def reorder(self, indices: Tensor) -> MemoryState:
+        """Picks sequences by index, with repetition: what beam search needs."""
+        if indices.ndim != 1 or indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                f"indices has shape {tuple(indices.shape)} and dtype {indices.dtype}; "
+                "expected a vector of int64 sequence numbers"
+            )
+        return self.map(lambda x: x.index_select(0, indices.to(x.device)))
+
+    def norms(self) -> dict[str, Tensor]:
+        """Frobenius norms of weights and momentum, each (layers, batch, heads)."""
+        return {
+            "weights": torch.stack([torch.linalg.matrix_norm(w.float()) for w in self.weights]),
+            "momentum": torch.stack([torch.linalg.matrix_norm(w.float()) for w in self.momentum]),
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the state as one safetensors file, under a temporary name first."""
+        from safetensors.torch import save_file
+
+        tensors = {"position": self.position}
+        groups = {"weights": self.weights, "momentum": self.momentum, "conv": self.conv}
+        if self.anchor is not self.weights:
+            groups["anchor"] = self.anchor
+        for name, group in groups.items():
+            tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(group)}
+        if self.gram is not None:
+            tensors["gram"] = self.gram
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            save_file(tensors, temporary, metadata={"format": FORMAT, "version": VERSION})
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> MemoryState:
+        """Reads a state written by :meth:`save`; a ``ValueError`` says what is wrong with any other file."""
+        from safetensors import SafetensorError, safe_open
+
+        target = Path(path)
+        if not target.is_file():
+            raise FileNotFoundError(f"{target} does not exist; expected a file written by MemoryState.save")
+        try:
+            with safe_open(target, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{target} cannot be read as a memory state: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{target} is not a memory state (its format is {metadata.get('format')!r})")
+        if metadata.get("version") != VERSION:
+            raise ValueError(
+                f"{target} has memory state version {metadata.get('version')!r}; this release reads {VERSION!r}"
+            )
+
+        def group(name: str) -> tuple[Tensor, ...]:
+            count = sum(key.startswith(f"{name}.") for key in tensors)
+            missing = [i for i in range(count) if f"{name}.{i}" not in tensors]
+            if missing:
+                raise ValueError(f"{target} is incomplete: {name}.{missing[0]} is missing")
+            return tuple(tensors[f"{name}.{i}"] for i in range(count))
+
+        try:
+            state = cls.create(group("weights"), group("momentum"))
+            anchor = group("anchor")
+            if anchor and [a.shape for a in anchor] != [w.shape for w in state.weights]:
+                raise ValueError("anchor and weights have different shapes")
+            position = tensors.get("position")
+            if position is None or position.shape != state.position.shape or position.dtype != torch.int64:
+                raise ValueError("position is missing or has the wrong shape")
+        except ValueError as error:
+            raise ValueError(f"{target} holds a damaged memory state: {error}") from error
+        return replace(
+            state,
+            anchor=anchor or state.weights,
+            position=position,
+            gram=tensors.get("gram"),
+            conv=group("conv"),
+        )
