@@ -26,9 +26,7 @@ def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
-def inputs(
-    time: int, shape_of_a: str = "a without features", dtype: torch.dtype = torch.float64
-) -> tuple[Tensor, ...]:
+def inputs(time: int, shape_of_a: str = "a without features", dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
     """a in [-1, 1], b (2, 3, time, 4, 5) and an initial state, all asking for gradients."""
     a = draw(*SHAPES_OF_A[shape_of_a](time), seed=time, dtype=dtype).clamp(-1, 1)
     b = draw(2, 3, time, 4, 5, seed=time + 1, dtype=dtype)
@@ -165,9 +163,7 @@ steps = st.tuples(st.integers(-9, 9), st.integers(-9, 9))
 
 
 @given(steps, steps, steps)
-def test_the_operator_is_associative(
-    one: tuple[int, int], two: tuple[int, int], three: tuple[int, int]
-) -> None:
+def test_the_operator_is_associative(one: tuple[int, int], two: tuple[int, int], three: tuple[int, int]) -> None:
     first, second, third = ((torch.tensor(float(a)), torch.tensor(float(b))) for a, b in (one, two, three))
     assert combine(combine(first, second), third) == combine(first, combine(second, third))
 
@@ -208,9 +204,7 @@ def test_a_wrong_shape_is_one_sentence(
 
 def test_a_wrong_type_is_one_sentence() -> None:
     b = torch.zeros(2, 3, 5)
-    with pytest.raises(
-        ValueError, match=r"a has dtype torch.float64, b has torch.float32; expected the same"
-    ):
+    with pytest.raises(ValueError, match=r"a has dtype torch.float64, b has torch.float32; expected the same"):
         linear_scan(b.double(), b)
     with pytest.raises(ValueError, match=r"a has dtype torch.int64; expected a floating dtype"):
         linear_scan(b.long(), b.long())

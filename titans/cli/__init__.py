@@ -22,9 +22,9 @@ app.command("demo")(demo.demo)
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
+        from titans import __version__
 
-        typer.echo(f"titans {version('titan-memory')}")
+        typer.echo(f"titans {__version__}")
         raise typer.Exit
 
 
@@ -43,9 +43,7 @@ def _root(
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit: 0, 2 for a wrong argument (one sentence on stderr), 130 for Ctrl-C."""
     try:
-        code = app(
-            args=list(arguments) if arguments is not None else None, prog_name="titans", standalone_mode=False
-        )
+        code = app(args=list(arguments) if arguments is not None else None, prog_name="titans", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
     except Exception as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -20,9 +22,7 @@ def _numbers(text: str, option: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(
-            f"{option} takes whole numbers with commas between them, got '{text}'."
-        ) from None
+        raise typer.BadParameter(f"{option} takes whole numbers with commas between them, got '{text}'.") from None
 
 
 def _names(text: str | None) -> tuple[str, ...]:
@@ -32,12 +32,22 @@ def _names(text: str | None) -> tuple[str, ...]:
 def _output(path: Path | None, out_dir: Path | None, default: str) -> Path | None:
     """Where an output goes: the path given, else `default` in the output directory, else nowhere."""
     path = path or (out_dir / default if out_dir else None)
-    if path is not None and path.is_dir():
+    if path is None:
+        return None
+    if path.is_dir():
         raise typer.BadParameter(f"{path} is a directory, a file name is needed.")
+    existing = next(parent for parent in path.absolute().parents if parent.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written: {existing} is not a directory to write in.")
+    return path
+
+
+def _picture(path: Path | None) -> Path | None:
     if path is not None:
-        existing = next(parent for parent in path.absolute().parents if parent.exists())
-        if not existing.is_dir():
-            raise typer.BadParameter(f"{path} cannot be written: {existing} is not a directory.")
+        if path.suffix.lower() not in (".png", ".svg", ".pdf"):
+            raise typer.BadParameter(f"--plot takes a name that ends in .png, .svg or .pdf, got '{path}'.")
+        if importlib.util.find_spec("matplotlib") is None:
+            raise typer.BadParameter("--plot needs matplotlib: pip install 'titan-memory[bench]'.")
     return path
 
 
@@ -48,18 +58,12 @@ def memory(
     depth: Annotated[int, typer.Option(help="Layers of each memory.")] = 2,
     chunk_size: Annotated[int, typer.Option(help="Tokens that share one gradient anchor.")] = 64,
     batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
-    lengths: Annotated[
-        str, typer.Option(help="Tokens per sequence, with commas between.")
-    ] = "512,2048,8192,32768",
-    recurrent_max_length: Annotated[
-        int, typer.Option(help="Longest length for the token-by-token mode.")
-    ] = 512,
+    lengths: Annotated[str, typer.Option(help="Tokens per sequence, with commas between.")] = "512,2048,8192,32768",
+    recurrent_max_length: Annotated[int, typer.Option(help="Longest length for the token-by-token mode.")] = 512,
     reference_max_length: Annotated[int, typer.Option(help="Longest length for titans-pytorch.")] = 2048,
     repeats: Annotated[int, typer.Option(help="Interleaved rounds of timing.")] = 5,
     threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
-    only: Annotated[
-        str | None, typer.Option(help="Contenders to run, with commas between; all by default.")
-    ] = None,
+    only: Annotated[str | None, typer.Option(help="Contenders to run, with commas between; all by default.")] = None,
     peak_memory: Annotated[bool, typer.Option(help="Measure peak memory too, one process a figure.")] = True,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
     plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw tokens per second here.")] = None,
@@ -68,7 +72,7 @@ def memory(
     """Speed and peak memory of the neural memory against length, next to titans-pytorch if installed."""
     sizes = _numbers(lengths, "--lengths")
     json_path = _output(json_path, out_dir, "memory.json")
-    plot_path = _output(plot_path, out_dir, "memory.png")
+    plot_path = _picture(_output(plot_path, out_dir, "memory.png"))
 
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn

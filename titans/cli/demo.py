@@ -7,12 +7,16 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.arguments import numbers
-
 
 def demo(
     out_dir: Annotated[Path, typer.Option(help="Folder for the report, made if needed.")] = Path("titans-demo"),
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between: one run of each model a seed.")] = "0,1,2",
-    quick: Annotated[bool, typer.Option(help="A few steps only: shows that it works, not that it learns.")] = False,
+    seed: Annotated[list[int], typer.Option(help="One run of each model; may be given again.")] = [0, 1, 2],  # noqa: B006
+    quick: Annotated[bool, typer.Option(help="A few steps: shows that it works, not that it learns.")] = False,
 ) -> None:
     """Train a small model to recall, with its memory and without, and show how far each remembers."""
+    from titans.evaluation.demo import run_demo
+
+    try:
+        run_demo(out_dir, seeds=seed, quick=quick)
+    except (ValueError, ImportError) as error:
+        raise typer.BadParameter(str(error)) from error

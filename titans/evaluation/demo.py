@@ -1,4 +1,4 @@
-"""The demonstration: a model whose memory learns at test time, next to the same model with its memory switched off."""
+"""The demonstration: a model whose memory learns at test time, next to the same model with that switched off."""
 
 from __future__ import annotations
 
@@ -27,12 +27,14 @@ from rich.table import Table
 
 from titans.evaluation.recall import RecallConfig, run_recall
 
-LENGTHS = (64, 128, 256, 512, 1024)
+LENGTHS: tuple[int, ...] = (64, 128, 256, 512, 1024)
+SEEDS = (0, 1, 2)
 CONFIG = RecallConfig()
 ARMS = {"memory": "with memory", "memory_off": "memory switched off"}
 
 Report = dict[str, Any]
-OnStep = Callable[[int, float, float], None]
+OnStep = Callable[[int, float, float], None]  # steps taken, loss, accuracy
+Move = Callable[[int, int, float, float], None]  # the job's number, then the same
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,22 @@ class _Job:
     seed: int
     config: RecallConfig
     lengths: tuple[int, ...]
+    sequences: int  # tested at each length
 
     @property
     def title(self) -> str:
         return f"{ARMS[self.arm]}, seed {self.seed}"
 
     def run(self, on_step: OnStep) -> dict[str, Any]:
-        return run_recall(self.config, self.seed, self.lengths, on_step=on_step)
+        return run_recall(self.config, self.seed, self.lengths, self.sequences, on_step)
 
 
 def run_demo(
     out_dir: str | os.PathLike[str] = "titans-demo",
-    seeds: Sequence[int] = (0, 1, 2),
+    seeds: Sequence[int] = SEEDS,
     quick: bool = False,
     workers: int | None = None,
-    command: str = "titans demo",
+    command: str | None = None,
     console: Console | None = None,
 ) -> Report:
     """Train both models on recall at length 64, test them up to 1024, and write down what came out.
@@ -66,9 +69,9 @@ def run_demo(
         out_dir: folder for `report.json`, `recall.png` and `report.html`; made if it is not there.
         seeds: one run of each model per seed.
         quick: one seed and a few steps: shows that everything works, not that it learns.
-        workers: processes to train in, one thread each; 1 trains in this process; none: one for each of at most two
+        workers: processes to train in, one thread each; 1 trains in this process; none: two, if there are two
             cores. A script that asks for more than one needs the usual `if __name__ == "__main__":`.
-        command: what the report says it was made with.
+        command: what the report says it was made with; none: the command that does the same.
         console: where progress and the table go; none: standard output.
 
     Returns what `report.json` holds.
@@ -86,18 +89,19 @@ def run_demo(
     _require_matplotlib()
     out.mkdir(parents=True, exist_ok=True)
 
-    config, lengths = CONFIG, LENGTHS
+    config, lengths, sequences = CONFIG, LENGTHS, 64
     if quick:
-        config, lengths = replace(CONFIG, steps=10, eval_every=5, batch_size=8), LENGTHS[:2]
+        config = replace(CONFIG, steps=6, eval_every=3, batch_size=8, eval_sequences=8)
+        lengths, sequences = LENGTHS[:2], 8
     jobs = [
-        _Job(arm, seed, replace(config, writes=arm == "memory"), lengths) for seed in seeds for arm in ARMS
+        _Job(arm, seed, replace(config, writes=arm == "memory"), lengths, sequences) for seed in seeds for arm in ARMS
     ]
     console = console or Console()
     start = time.perf_counter()
     results = _run_all(jobs, 1 if quick else workers, console)
 
     report: Report = {
-        "command": command,
+        "command": command or _command(seeds, quick),
         "quick": quick,
         "seeds": list(seeds),
         "lengths": list(lengths),
@@ -128,21 +132,23 @@ def summary(report: Report) -> str:
     near, far = report["trained_at"], report["lengths"][-1]
     shown = {arm: [f"{mean_recall(report, arm, n):.0%}" for n in (near, far)] for arm in ARMS}
     return (
-        f"Trained on sequences of {near} tokens, the model with memory recalls {shown['memory'][0]} of the pairs at that "
-        f"length and {shown['memory'][1]} at {far} tokens, {far // near} times as far. The same model, trained alike "
-        f"with its memory switched off, recalls {shown['memory_off'][0]} and {shown['memory_off'][1]}, where guessing "
-        f"a value gives {report['chance']:.1%}."
+        f"Trained on sequences of {near} tokens, the model with memory recalls {shown['memory'][0]} of the pairs "
+        f"at that length and {shown['memory'][1]} at {far} tokens, {far // near} times as long. The same model, "
+        f"trained alike with its memory switched off, recalls {shown['memory_off'][0]} and "
+        f"{shown['memory_off'][1]}, where guessing a value gives {report['chance']:.1%}."
     )
 
 
 def _rows(report: Report) -> Iterator[list[str]]:
     """Header and rows of the table, as text."""
-    yield ["length", "x training", *ARMS.values(), *(f"{name}, each seed" for name in ARMS.values())]
+    yield ["length", "x training", *(f"{name} (each seed)" for name in ARMS.values())]
     for length in report["lengths"]:
-        means = [f"{mean_recall(report, arm, length):.1%}" for arm in ARMS]
-        runs = [[run["recall"][str(length)] for run in report["arms"][arm]] for arm in ARMS]
-        each = [" ".join("NaN" if r is None else f"{100 * r:.1f}" for r in row) for row in runs]
-        yield [str(length), f"{length / report['trained_at']:g}", *means, *each]
+        cells = [str(length), f"{length / report['trained_at']:g}"]
+        for arm, runs in report["arms"].items():
+            each = (run["recall"][str(length)] for run in runs)
+            shown = ", ".join("NaN" if recall is None else f"{recall:.1%}" for recall in each)
+            cells.append(f"{mean_recall(report, arm, length):.1%} ({shown})")
+        yield cells
 
 
 def render_table(report: Report) -> Table:
@@ -164,27 +170,27 @@ def plot_recall(report: Report) -> bytes:
     lengths = report["lengths"]
     figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    colours = {"memory": "#1f5fa8", "memory_off": "#c2571a"}
+    colours, grey = {"memory": "#1f5fa8", "memory_off": "#c2571a"}, "#777777"
+
+    def label(text: str, point: tuple[float, float], offset: tuple[float, float], colour: str) -> None:
+        axes.annotate(text, point, offset, textcoords="offset points", color=colour, annotation_clip=False)
+
     for arm, name in ARMS.items():
         for run in report["arms"][arm]:
             each = [run["recall"][str(n)] or 0.0 for n in lengths]
             axes.plot(lengths, each, color=colours[arm], linewidth=0.8, alpha=0.45)
         means = [mean_recall(report, arm, n) for n in lengths]
         axes.plot(lengths, means, color=colours[arm], linewidth=2.2, marker="o", markersize=5, clip_on=False)
-        axes.annotate(
-            name, (lengths[-1], means[-1]), (10, 4), textcoords="offset points", color=colours[arm], va="bottom"
-        )
-    axes.axhline(report["chance"], color="#777777", linewidth=1, linestyle=(0, (4, 3)))
-    axes.annotate(
-        "guessing", (lengths[-1], report["chance"]), (10, -4), textcoords="offset points", color="#777777", va="top"
-    )
-    axes.axvline(report["trained_at"], color="#999999", linewidth=1, linestyle=":")
-    axes.annotate("trained here", (report["trained_at"], 0.5), (5, 0), textcoords="offset points", color="#777777")
+        label(name, (lengths[-1], means[-1]), (10, 4), colours[arm])
+    axes.axhline(report["chance"], color=grey, linewidth=1, linestyle="--")
+    label("guessing", (lengths[-1], report["chance"]), (10, -14), grey)
+    axes.axvline(report["trained_at"], color=grey, linewidth=1, linestyle=":")
+    label("trained here", (report["trained_at"], 0.5), (5, 0), grey)
 
     axes.set_xscale("log", base=2)
     axes.set_xticks(lengths, [str(n) for n in lengths])
     axes.minorticks_off()
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(-0.06, 1.03)
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
     axes.set_xlabel("sequence length, tokens")
     axes.set_title(f"Recall of {report['pairs']} key-value pairs from the start of the sequence", loc="left")
@@ -203,7 +209,7 @@ _PAGE = """<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Titans: recall against length</title>
 <style>
-body {{ font: 16px/1.5 system-ui, sans-serif; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; color: #222; }}
+body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }}
 img {{ max-width: 100%; height: auto; }}
 table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
 th, td {{ text-align: right; padding: .3rem .8rem; border-bottom: 1px solid #ddd; }}
@@ -221,7 +227,9 @@ footer {{ color: #666; font-size: .9rem; }}
 {rows}
 </tbody>
 </table>
-<footer><p>Made with <code>{command}</code>, seeds {seeds}, in {seconds:.0f} seconds; torch {torch}.{quick}</p></footer>
+<footer>
+<p>Made with <code>{command}</code>, seeds {seeds}, in {seconds:.0f} seconds; torch {torch}.{quick}</p>
+</footer>
 </body>
 </html>
 """
@@ -229,18 +237,23 @@ footer {{ color: #666; font-size: .9rem; }}
 
 def render_html(report: Report, picture: bytes) -> str:
     """One page with everything in it: nothing is fetched when it is opened."""
-    header, *rows = _rows(report)
+    header, *rows = ([html.escape(cell) for cell in row] for row in _rows(report))
     return _PAGE.format(
         summary=html.escape(summary(report)),
         picture=base64.b64encode(picture).decode(),
-        header="".join(f"<th>{html.escape(cell)}</th>" for cell in header),
-        rows="\n".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows),
+        header="".join(f"<th>{cell}</th>" for cell in header),
+        rows="\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows),
         command=html.escape(report["command"]),
         seeds=", ".join(map(str, report["seeds"])),
         seconds=report["seconds"],
         torch=html.escape(report["versions"]["torch"]),
         quick=" A quick run: a few steps, too few to learn from." if report["quick"] else "",
     )
+
+
+def _command(seeds: Sequence[int], quick: bool) -> str:
+    given = [] if tuple(seeds) == SEEDS else [f"--seed {seed}" for seed in seeds]
+    return " ".join(["titans demo", *given, *(["--quick"] if quick else [])])
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -263,7 +276,7 @@ def _require_matplotlib() -> None:
 
 
 @contextmanager
-def _progress_bars(jobs: Sequence[_Job], console: Console) -> Iterator[Callable[[int, int, float, float], None]]:
+def _progress_bars(jobs: Sequence[_Job], console: Console) -> Iterator[Move]:
     """One bar a job; yields the function that moves bar `index`."""
     columns = (
         TextColumn("{task.description}"),
@@ -272,9 +285,7 @@ def _progress_bars(jobs: Sequence[_Job], console: Console) -> Iterator[Callable[
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console) as progress:
-        bars = [
-            progress.add_task(job.title, total=job.config.steps, figures="", start=False) for job in jobs
-        ]
+        bars = [progress.add_task(job.title, total=job.config.steps, figures="", start=False) for job in jobs]
 
         def move(index: int, step: int, loss: float, accuracy: float) -> None:
             if step == 1:
@@ -300,9 +311,7 @@ def _run_all(jobs: Sequence[_Job], workers: int, console: Console) -> list[dict[
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _follow(
-    futures: Sequence[Future[dict[str, Any]]], steps: Any, move: Callable[[int, int, float, float], None]
-) -> None:
+def _follow(futures: Sequence[Future[dict[str, Any]]], steps: Any, move: Move) -> None:
     """Move the bars until every job is done, or one has failed."""
     while not all(future.done() for future in futures):
         if any(future.done() and future.exception() for future in futures):
@@ -315,7 +324,7 @@ def _follow(
         move(*steps.get())
 
 
-def _bind(move: Callable[[int, int, float, float], None], index: int) -> OnStep:
+def _bind(move: Move, index: int) -> OnStep:
     return lambda step, loss, accuracy: move(index, step, loss, accuracy)
 
 

@@ -14,15 +14,16 @@ import ctypes.util
 import dataclasses
 import gc
 import importlib.metadata
+import io
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -31,6 +32,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+
+import titans
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -52,7 +55,7 @@ class BenchmarkSettings:
     """What is measured; a value that cannot be measured raises ValueError with one sentence.
 
     dim, heads, depth: width of the model, number of memories, layers of each memory (all dim / heads wide)
-    chunk_size: tokens that share one gradient anchor (for the exact rule: tile size)
+    chunk_size: tokens that share one gradient anchor (the exact rule has none, and chooses its own tile)
     batch, lengths: sequences per call, and tokens per sequence, one measurement for each length
     repeats: rounds of timing; the token-by-token definition takes part in the first two
     threads: CPU threads of every contender
@@ -98,14 +101,10 @@ class BenchmarkSettings:
         if min(self.lengths) < 1:
             raise ValueError(f"lengths must be at least 1, got {min(self.lengths)}.")
         if len(set(self.lengths)) < len(self.lengths):
-            raise ValueError(
-                "lengths must differ from each other, got " + ", ".join(map(str, self.lengths)) + "."
-            )
+            raise ValueError("lengths must differ from each other, got " + ", ".join(map(str, self.lengths)) + ".")
         unknown = [name for name in self.only if name not in CONTENDERS]
         if unknown:
-            raise ValueError(
-                f"only must name contenders among {', '.join(CONTENDERS)}, got {', '.join(unknown)}."
-            )
+            raise ValueError(f"only must name contenders among {', '.join(CONTENDERS)}, got {', '.join(unknown)}.")
         object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
 
     @property
@@ -164,7 +163,7 @@ def _build_module(settings: BenchmarkSettings, mode: str) -> Subject:
     from titans import NeuralMemory
 
     torch.manual_seed(0)
-    chunk_size = 1 if mode == "recurrent" else settings.chunk_size
+    chunk_size = {"chunked": settings.chunk_size, "exact": None, "recurrent": 1}[mode]
     module = NeuralMemory(
         dim=settings.dim, heads=settings.heads, depth=settings.depth, chunk_size=chunk_size, mode=mode
     )
@@ -190,11 +189,9 @@ def _build_op(settings: BenchmarkSettings) -> Subject:
         theta, alpha, eta = 0.01 * uniform[0], 0.01 * uniform[1], 0.5 * uniform[2]
         return tuple(t.requires_grad_() for t in (q, k, v, theta, alpha, eta))
 
-    def forward(*inputs: Tensor) -> Tensor:
-        y: Tensor = neural_memory_chunked(
-            *inputs, MemoryState.create(weights), chunk_size=settings.chunk_size
-        )[0]
-        return y
+    def forward(q: Tensor, k: Tensor, v: Tensor, theta: Tensor, alpha: Tensor, eta: Tensor) -> Tensor:
+        state = MemoryState.create(weights)
+        return neural_memory_chunked(q, k, v, theta, alpha, eta, state, chunk_size=settings.chunk_size)[0]
 
     return Subject(make_inputs, forward, weights)
 
@@ -215,7 +212,9 @@ def _build_reference(settings: BenchmarkSettings, chunk_size: int) -> Subject:
         model=MemoryMLP(settings.head_width, depth=settings.depth, expansion_factor=1.0),
         momentum=True,
         pre_rmsnorm=False,
+        post_rmsnorm=True,
         qk_rmsnorm=True,
+        activation=nn.SiLU(),
         mem_model_norm_add_residual=False,
         default_step_transform_max_lr=REFERENCE_MAX_STEP,
     )
@@ -223,11 +222,14 @@ def _build_reference(settings: BenchmarkSettings, chunk_size: int) -> Subject:
 
 
 _REFERENCE_NOTES = (
-    "memory MLP with GELU (ours: SiLU), no norm or residual around it, as in ours",
+    "alike: projections with SiLU, memory MLP without bias, norm or residual, RMSNorm of the reads, momentum",
+    "memory MLP with GELU (ours: SiLU)",
     "inner loss is the mean over the width (ours: the sum, Eq. 12)",
     "queries and keys pass an RMSNorm with a learned scale (ours: L2 normalisation)",
-    f"step gate bounded by {REFERENCE_MAX_STEP} (its default of 1 gives NaN on this input when coarse)",
-    "no convolution after the projections; reads are gated by one sigmoid a head",
+    "no convolution of queries, keys and values (ours: causal, depthwise, width 4)",
+    "reads are gated by one sigmoid a head (ours: a SiLU gate of full width, one more dim x dim projection)",
+    "steps are not bounded for any input (ours: divided by what a chunk's keys and gradients allow)",
+    f"step gate at most {REFERENCE_MAX_STEP} (its default of 1 gives NaN on this input in the coarse setting)",
 )
 
 CONTENDERS: dict[str, Contender] = {
@@ -311,14 +313,19 @@ def choose_contenders(settings: BenchmarkSettings) -> tuple[list[Contender], lis
             limit = "recurrent" if contender.name == "recurrent" else "reference"
             notices.append(f"{contender.name} is left out: no length is within {limit}_max_length.")
     if not chosen:
-        raise ValueError(
-            "lengths leave no contender to run: all are beyond the maximum length of the chosen ones."
-        )
+        raise ValueError("lengths leave no contender to run: all are beyond the maximum length of the chosen ones.")
     return chosen, notices
 
 
 def chunked_flops(
-    *, batch: int, heads: int, time: int, widths: Sequence[int], chunk_size: int, momentum: bool = True
+    *,
+    batch: int,
+    heads: int,
+    time: int,
+    widths: Sequence[int],
+    chunk_size: int,
+    momentum: bool = True,
+    bounded: bool = False,
 ) -> int:
     """Floating-point operations that one forward pass of the chunked rule needs (a multiply-add is two).
 
@@ -331,13 +338,14 @@ def chunked_flops(
         reads      2 b i o n     x W^T and x S^T
                    2 b^2 (i+o)   x h^T, and the weighted sum of deltas
 
-    and the coefficients P = Da De take 2 b^3 (counted dense) once a chunk, with momentum. The last chunk
-    counts with the tokens that it has.
+    and the coefficients P = Da De take 2 b^3 (counted dense) once a chunk, with momentum. The bounded
+    rule compares a chunk's keys with each other, 2 b^2 i more. The last chunk counts with the tokens that it has.
     """
     carries = 2 if momentum else 1
 
     def one_chunk(tokens: int) -> int:
         total = 2 * tokens**3 if momentum else 0
+        total += 2 * tokens**2 * widths[0] if bounded else 0
         for layer, (wide_in, wide_out) in enumerate(pairwise(widths)):
             unit = 2 * tokens * wide_in * wide_out
             keys = unit if layer == 0 else 2 * unit
@@ -351,19 +359,17 @@ def chunked_flops(
 
 
 def projection_flops(module: nn.Module, *, batch: int, time: int) -> int:
-    """Floating-point operations of the linear layers and 1-d convolutions in `module`, each once a token."""
+    """Floating-point operations of all that a token passes outside the memory: linear layers and convolutions."""
     total = 0
     for part in module.modules():
         if isinstance(part, nn.Linear):
-            total += 2 * part.in_features * part.out_features
-        elif isinstance(part, nn.Conv1d):
-            total += 2 * part.out_channels * (part.in_channels // part.groups) * part.kernel_size[0]
+            total += 2 * part.weight.numel()
+        elif isinstance(conv := getattr(part, "conv", None), nn.Parameter):
+            total += 2 * conv.numel()  # depthwise: one multiply-add for each of its weights
     return batch * time * total
 
 
-def _needed_flops(
-    subject: Subject, name: str, settings: BenchmarkSettings, length: int, which: str
-) -> int | None:
+def _needed_flops(subject: Subject, name: str, settings: BenchmarkSettings, length: int, which: str) -> int | None:
     """FLOPs a contender needs, None without a count; the backward of a product is two products."""
     if name not in ("chunked", "chunked-op"):
         return None
@@ -373,6 +379,7 @@ def _needed_flops(
         time=length,
         widths=settings.widths,
         chunk_size=settings.chunk_size,
+        bounded=bool(getattr(subject.module, "bounded", False)),
     )
     if subject.module is not None:
         flops += projection_flops(subject.module, batch=settings.batch, time=length)
@@ -433,9 +440,7 @@ def machine_info(threads: int) -> dict[str, Any]:
     processor = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [
-            line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line
-        ]
+        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
         processor = names[0] if names else processor
     return {
         "cpu": processor or platform.machine(),
@@ -511,9 +516,7 @@ def peak_growth(call: Callable[[], object]) -> tuple[int, str]:
 def _memory_worker() -> None:
     """Body of the fresh process: read one job as JSON from stdin, print its peak growth as the last line."""
     job = json.loads(sys.stdin.read())
-    settings = BenchmarkSettings(
-        **{**job["settings"], "lengths": tuple(job["settings"]["lengths"]), "only": ()}
-    )
+    settings = BenchmarkSettings(**{**job["settings"], "lengths": tuple(job["settings"]["lengths"]), "only": ()})
     torch.set_num_threads(settings.threads)
     subject = CONTENDERS[job["contender"]].build(settings)
     # Libraries, thread pools and autograd come alive at a short length, before the count starts.
@@ -659,7 +662,7 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
         "benchmark": "memory",
         "schema": SCHEMA,
         "machine": machine,
-        "versions": {"titan-memory": _own_version(), "titans-pytorch": reference_version()},
+        "versions": {"titan-memory": titans.__version__, "titans-pytorch": reference_version()},
         "settings": dataclasses.asdict(settings),
         "contenders": [
             {
@@ -677,13 +680,6 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
         "scaling": _scaling(results, settings.batch),
         "notices": run.notices,
     }
-
-
-def _own_version() -> str:
-    try:
-        return importlib.metadata.version("titan-memory")
-    except importlib.metadata.PackageNotFoundError:
-        return "not installed"
 
 
 def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -714,8 +710,8 @@ def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     """Per contender and pass: speed at the longest length over that at 2048, and memory a token.
 
-    `bytes_per_token` is the slope of peak memory between the two longest lengths; memory is called linear
-    when that slope is within a quarter of the slope before it (None with fewer than three lengths).
+    `bytes_per_token` is the slope of peak memory between the two longest lengths; `memory_growth` compares it
+    with the slope before: linear (within a quarter), sublinear or superlinear; None with fewer than three lengths.
     """
     rows = []
     for name in dict.fromkeys(r["contender"] for r in results):
@@ -731,7 +727,7 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
                 "to_length": runs[-1]["length"],
                 "speed_retained": runs[-1]["tokens_per_second"] / start["tokens_per_second"],
                 "bytes_per_token": None,
-                "memory_is_linear": None,
+                "memory_growth": None,
             }
             if all(r["peak_growth_bytes"] is not None for r in runs):
                 slopes = [
@@ -740,20 +736,20 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
                 ]
                 row["bytes_per_token"] = slopes[-1]
                 if len(slopes) > 1 and slopes[-2] > 0:
-                    row["memory_is_linear"] = 0.8 <= slopes[-1] / slopes[-2] <= 1.25
+                    steeper = slopes[-1] / slopes[-2]
+                    row["memory_growth"] = (
+                        "sublinear" if steeper < 0.8 else "superlinear" if steeper > 1.25 else "linear"
+                    )
             rows.append(row)
     return rows
 
 
-def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write` fill a temporary file beside `path`, then rename: `path` is either whole or not there."""
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write under a temporary name beside `path`, then rename: `path` is never seen half written."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.stem}-", suffix=path.suffix)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        write(temporary)
-        temporary.chmod(0o644)
+        temporary.write_bytes(content)
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
@@ -761,12 +757,7 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 def write_json(report: dict[str, Any], path: Path) -> None:
     """Write the report as JSON."""
-    text = json.dumps(report, indent=2) + "\n"
-    write_atomically(path, lambda temporary: _write_text(temporary, text))
-
-
-def _write_text(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+    write_atomically(path, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
 
 
 def _title(report: dict[str, Any]) -> str:
@@ -795,9 +786,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         return " / ".join(f"{r[what]:.3g}x" if r and r[what] is not None else "-" for r in pair)
 
     def table(title: str, headings: Sequence[str], rows: list[list[str]]) -> None:
-        drawn = Table(
-            title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
-        )
+        drawn = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
         for index, heading in enumerate(headings):
             drawn.add_column(heading, justify="right" if index else "left", no_wrap=True)
         for row in rows:
@@ -835,18 +824,18 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 "" if fraction is None else f"{fraction:.1%}",
                 f"{row['speed_retained']:.2f}x of {row['from_length']}",
                 "" if row["bytes_per_token"] is None else f"{row['bytes_per_token'] / 1024:.1f}",
-                {True: "yes", False: "no", None: ""}[row["memory_is_linear"]],
+                row["memory_growth"] or "",
             ]
         )
     if rows:
-        headings = ("contender", "pass", "of GEMM", "tokens/s kept", "KiB/token", "linear")
+        headings = ("contender", "pass", "of GEMM", "tokens/s kept", "KiB/token", "growth")
         table("At the longest length of each", headings, rows)
     gemm = report["gemm"]
     console.print(
         "faster, smaller: than titans-pytorch with the same rule / in its coarse setting.\n"
         f"of GEMM: FLOPs that the rule needs per second, over {gemm['flops_per_second'] / 1e9:.1f} GFLOP/s "
         f"of a {gemm['size']}^3 float32 product.\n"
-        "KiB/token: slope of peak memory between the two longest lengths; linear: as steep as before.",
+        "KiB/token: slope of peak memory between the two longest lengths; growth: against the slope before.",
         highlight=False,
     )
 
@@ -898,8 +887,7 @@ def write_plot(report: dict[str, Any], path: Path) -> None:
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
     figure.suptitle(_title(report), fontsize=10)
-    try:
-        suffix = path.suffix.lstrip(".") or "png"
-        write_atomically(path, lambda temporary: figure.savefig(temporary, dpi=150, format=suffix))
-    finally:
-        pyplot.close(figure)
+    drawn = io.BytesIO()
+    figure.savefig(drawn, dpi=150, format=path.suffix.lstrip(".").lower())
+    pyplot.close(figure)
+    write_atomically(path, drawn.getvalue())

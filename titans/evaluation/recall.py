@@ -6,8 +6,8 @@ One sequence, with `pairs` = 2:
     token      k1   v1   k2   v2   filler ...  k2  filler  k1  filler
     label      -    -    -    -    -           v2  -       v1  -
 
-The pairs stand at the very start and the questions at the very end, so at sixteen times the training length nearly
-the whole sequence lies between the two: only what the memory still holds can answer.
+The pairs stand at the very start and the questions at the very end, so at sixteen times the training length
+nearly the whole sequence lies between the two: only what the memory still holds can answer.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class RecallConfig:
     head_dim: int | None = _help(None, "width of a memory head; none: dim / heads")
     depth: int = _help(2, "layers of the memory network")
     mode: str = _help("exact", "memory rule: exact, chunked or recurrent")
-    chunk_size: int | None = _help(None, "chunk of the chunked rule, tile of the exact one; none: the memory's own")
+    chunk_size: int | None = _help(None, "chunk of the chunked rule, tile of the exact one; none: the default")
     momentum: bool = _help(True, "whether the memory has momentum")
     forgetting: bool = _help(True, "whether the memory forgets")
     conv_kernel: int = _help(4, "width of the short causal convolution before the memory; 0: off")
@@ -59,22 +59,22 @@ class RecallConfig:
     writes: bool = _help(True, "whether the memory is written at all; false is the control")
 
     steps: int = _help(1000, "training steps at most")
-    horizon: int = _help(2000, "steps over which the cosine takes the learning rate to zero, at least `steps`")
+    horizon: int = _help(2000, "steps over which the cosine takes the learning rate to zero")
     warmup: int = _help(50, "steps of linear warm-up")
     batch_size: int = _help(32, "sequences a step")
     learning_rate: float = _help(4e-3, "peak learning rate of AdamW")
     clip: float = _help(1.0, "largest gradient norm")
     eval_every: int = _help(50, "steps between two held-out evaluations at the training length")
     eval_sequences: int = _help(64, "sequences in such an evaluation")
-    stop_at: float | None = _help(None, "stop once held-out accuracy is above this twice in a row; none: never")
+    stop_at: float | None = _help(None, "stop once held-out accuracy passes this twice in a row; none: never")
 
     def __post_init__(self) -> None:
-        for name in ("pairs", "num_keys", "num_values", "num_fillers", "layers", "dim", "heads", "depth", "steps"):
+        for name in ("pairs", "num_keys", "num_values", "num_fillers", "layers", "dim", "heads", "depth"):
             _require_positive(name, getattr(self, name))
-        for name in ("batch_size", "learning_rate", "clip", "eval_every", "eval_sequences"):
+        for name in ("steps", "batch_size", "learning_rate", "clip", "eval_every", "eval_sequences"):
             _require_positive(name, getattr(self, name))
         if self.pairs > self.num_keys:
-            raise ValueError(f"pairs must be at most num_keys, so that keys differ; got {self.pairs} > {self.num_keys}")
+            raise ValueError(f"pairs must be at most num_keys = {self.num_keys}, got {self.pairs}")
         if self.length < self.shortest:
             raise ValueError(f"length must be at least 3 x pairs = {self.shortest}, got {self.length}")
         if self.horizon < self.steps:
@@ -117,7 +117,7 @@ class RecallConfig:
 
 
 def _require_positive(name: str, value: float) -> None:
-    if not value > 0:
+    if not 0 < value < math.inf:
         raise ValueError(f"{name} must be above 0, got {value}")
 
 
@@ -126,9 +126,9 @@ def sample_recall(
 ) -> tuple[Tensor, Tensor]:
     """Draw `batch_size` sequences of `length` tokens.
 
-    Returns tokens and labels, both (batch, length). A label is the value that belongs to the key asked for at that
-    position, and `IGNORE` elsewhere. The questions are spread over the last 2 x pairs positions (fewer if the length
-    leaves no room), in random order, with fillers between them.
+    Returns tokens and labels, both (batch, length). A label is the value that belongs to the key asked for at
+    that position, and `IGNORE` elsewhere. The questions are spread over the last 2 x pairs positions (fewer if
+    the length leaves no room), in random order, with fillers between them.
     """
     _require_positive("batch_size", batch_size)
     if length < config.shortest:
@@ -157,7 +157,7 @@ def sample_recall(
 def recall_stream(
     config: RecallConfig, split: str, seed: int, batch_size: int | None = None, length: int | None = None
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Batches without end; split and seed together decide every one of them, and no two splits share a stream."""
+    """Batches without end. Split and seed decide every one of them; no two splits share a stream."""
     if split not in SPLITS:
         raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
     if seed < 0:
@@ -168,7 +168,7 @@ def recall_stream(
 
 
 class RecallModel(nn.Module):
-    """Embedding, LMM blocks, norm, head: the smallest language model with the memory as its only sequence layer."""
+    """Embedding, LMM blocks, norm, head: a small language model with the memory as its only sequence layer."""
 
     def __init__(self, config: RecallConfig) -> None:
         super().__init__()
@@ -184,8 +184,8 @@ class RecallModel(nn.Module):
             self.head.weight = self.embedding.weight
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
-        """Logits for `tokens` (batch, time): (batch, time, vocabulary), or (n, vocabulary) at the n true positions of
-        `where` (batch, time), which spares a long sequence the head's work and memory."""
+        """Logits for `tokens` (batch, time): (batch, time, vocabulary), or (n, vocabulary) at the n true positions
+        of `where` (batch, time), which spares a long sequence the head's work and memory."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x, _ = block(x)
@@ -226,15 +226,13 @@ def train_recall(
 ) -> RecallRun:
     """Train a `RecallModel` from scratch; `seed` decides its weights and its data.
 
-    `on_step` is told (steps taken, loss, last held-out accuracy) after every step. Training ends after `config.steps`,
-    or earlier: when `config.stop_at` is reached, or when the loss is no longer finite.
+    `on_step` is told (steps taken, loss, last held-out accuracy) after every step. Training ends after
+    `config.steps`, or earlier: when `config.stop_at` is reached, or when the loss is no longer finite.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = RecallModel(config)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: learning_rate_factor(config, step))
     batches = recall_stream(config, "train", seed)
 
@@ -265,18 +263,25 @@ def train_recall(
             losses.clear()
         if on_step is not None:
             on_step(step, loss.item(), accuracy)
-        if config.stop_at is not None and len(curve) > 1 and curve[-1].step == step:
-            if min(curve[-1].accuracy, curve[-2].accuracy) > config.stop_at:
-                break
+        if config.stop_at is not None and _stays_above(config.stop_at, curve):
+            break
     return RecallRun(model, step, time.perf_counter() - start, diverged, curve)
 
 
-def evaluate_recall(
-    model: RecallModel, lengths: Sequence[int], seed: int = 0, sequences: int = 64, tokens_at_once: int = 16384
-) -> dict[int, float]:
-    """Accuracy on the test stream of `seed`, for every one of `lengths`; NaN if the model's answers are not finite.
+def _stays_above(accuracy: float, curve: Sequence[CurvePoint]) -> bool:
+    return len(curve) > 1 and min(point.accuracy for point in curve[-2:]) > accuracy
 
-    Each sequence is read in one call; `tokens_at_once` bounds how many tokens a call reads, and with it the memory.
+
+def evaluate_recall(
+    model: RecallModel,
+    lengths: Sequence[int],
+    seed: int = 0,
+    sequences: int = 64,
+    tokens_at_once: int = 16384,
+) -> dict[int, float]:
+    """Accuracy on the test stream of `seed`, for every one of `lengths`; NaN if any answer is not finite.
+
+    A sequence is read in one call; `tokens_at_once` bounds how many tokens a call reads, and so the memory it takes.
     """
     _require_positive("sequences", sequences)
     config = model.config
@@ -292,10 +297,13 @@ def run_recall(
 ) -> dict[str, Any]:
     """Train, then test at every one of `lengths`: the run's summary with its `recall`, ready for JSON.
 
-    A figure that is not a number, as those of a run that diverged, is None.
+    A run that diverged recalls None, and so does a model whose answers are not finite.
     """
     run = train_recall(config, seed, on_step)
-    recall = evaluate_recall(run.model, lengths, seed, sequences)
+    if run.diverged:
+        recall = dict.fromkeys(lengths, math.nan)
+    else:
+        recall = evaluate_recall(run.model, lengths, seed, sequences)
     return {
         "seed": seed,
         "recall": {str(length): _or_none(accuracy) for length, accuracy in recall.items()},
@@ -321,20 +329,17 @@ def _accuracy(
     sequences: int,
     tokens_at_once: int = 16384,
 ) -> float:
-    batch_size = max(1, min(sequences, tokens_at_once // length))
-    batches = recall_stream(config, split, seed, batch_size, length)
+    tokens, labels = next(recall_stream(config, split, seed, sequences, length))
+    batch_size = max(1, tokens_at_once // length)
     was_training = model.training
     model.eval()
     right = answers = 0
-    left = sequences
     finite = True
-    while left > 0:
-        tokens, labels = (rows[:left] for rows in next(batches))
-        asked = labels != IGNORE
-        logits = model(tokens, asked)
+    for rows, wanted in zip(tokens.split(batch_size), labels.split(batch_size), strict=True):
+        asked = wanted != IGNORE
+        logits = model(rows, asked)
         finite = finite and bool(torch.isfinite(logits).all())
-        right += int((logits.argmax(dim=-1) == labels[asked]).sum())
+        right += int((logits.argmax(dim=-1) == wanted[asked]).sum())
         answers += int(asked.sum())
-        left -= len(tokens)
     model.train(was_training)
     return right / answers if finite else math.nan

@@ -42,7 +42,7 @@ class LMMBlock(nn.Module):
             raise ValueError(f"memory.dim is {memory.dim}, the block's dim is {dim}: they must be equal")
         hidden = round(ffn_multiplier * dim)
         if hidden < 1:
-            raise ValueError(f"ffn_multiplier must give at least one hidden unit, got {ffn_multiplier} x {dim}")
+            raise ValueError(f"ffn_multiplier x dim must be at least 1, got {ffn_multiplier} x {dim}")
         self.memory_norm = nn.RMSNorm(dim)
         self.memory = memory
         self.ffn_norm = nn.RMSNorm(dim)

@@ -1,9 +1,10 @@
 """The memory op as other models: each function maps a model's own quantities to the op's gates and loss.
 
-One convention holds for all: q and k are (batch, heads, time, width), v is (batch, heads, time, out); token t is
-written before it is read; a state comes out and goes in again, so a sequence may be split anywhere. Scaling,
-rotations, feature maps and normalisations of q and k are the caller's. A linear memory starts empty where state
-is None. ``check_values=False`` leaves out the checks of ranges and finiteness.
+One convention holds for all: q and k are (batch, heads, time, width), v is (batch, heads, time, out); token t
+is written before it is read; a state comes out and goes in again, so a sequence may be split anywhere as long
+as ``chunk_size`` stays the same. Scaling, rotations, feature maps and normalisations of q and k are the
+caller's. A linear memory starts empty where state is None. ``check_values=False`` leaves out the checks of
+ranges and finiteness.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def linear_attention(
     """Linear attention (arXiv 2006.16236), Eq. 3 to 5: M_t = M_{t-1} + v_t k_t^T, y_t = M_t q_t.
 
     A step of 1 on the dot-product loss, nothing forgotten. q and k come through the feature map already.
-    ``normalise`` divides y_t by sum_{j<=t} q_t.k_j (Eq. 3), which a positive feature map keeps from 0; the sum
-    is kept as one more output row of the memory, so the state's weight is (batch, heads, out + 1, width).
+    ``normalise`` divides y_t by sum_{j<=t} q_t.k_j (Eq. 3), which a positive feature map keeps from 0; the
+    sum is kept as one more output row of the memory, so the state's weight is (batch, heads, out + 1, width).
     """
     values = append_one(v) if normalise else v
     y, state = _additive(q, k, values, None, state, chunk_size, mask, check_values)
@@ -142,10 +143,11 @@ def longhorn(
     """Longhorn (arXiv 2407.14207), Eq. 35: M_t = argmin_M ||M - M_{t-1}||^2 + beta_t ||M k_t - v_t||^2.
 
     That implicit step is the delta rule with delta_t = beta_t / (1 + beta_t ||k_t||^2). beta (batch, heads,
-    time) is not negative, and such that delta is at most 2: beta in [0, 2] always is, and so is any beta where
-    ||k||^2 >= 1/2. This is the exact solution; the published layer keeps only the diagonal of k k^T.
+    time), or (batch, heads, time, out) for one per channel, is not negative, and such that delta is at most
+    2: beta in [0, 2] always is, and any beta is where ||k||^2 >= 1/2. This is the exact solution; the
+    published layer keeps only the diagonal of k k^T.
     """
-    delta = beta / (1 + beta * k.square().sum(-1))
+    delta = beta / (1 + beta * k.square().sum(-1, keepdim=beta.ndim == 4))
     if check_values:
         _check_range("beta", beta, float("inf"))
         _check_range("beta / (1 + beta ||k||^2)", delta, 2)
@@ -166,9 +168,9 @@ def ttt_linear(
 ) -> tuple[Tensor, MemoryState]:
     """TTT-Linear (arXiv 2407.04620): descent on ||f(k_t) - v_t||^2 with f(x) = x + LayerNorm(W x + b).
 
-    lr (batch, heads, time) in [0, 1] is each token's step; ``chunk_size`` is the mini-batch, at whose start the
-    gradients are taken, and part of the model. norm is LayerNorm's (weight, bias), each (heads, width), learnt
-    in the outer loop. The state has one weight [W, b], (batch, heads, width, width + 1).
+    lr (batch, heads, time) in [0, 1] is each token's step; ``chunk_size`` is the mini-batch, at whose start
+    the gradients are taken, and part of the model. norm is LayerNorm's (weight, bias), each (heads, width),
+    learnt in the outer loop. The state has one weight [W, b], (batch, heads, width, width + 1).
     These are the paper's equations; its public code also halves the loss and averages within a mini-batch.
     """
     return _ttt(1, q, k, v, lr, state, norm, chunk_size, mask, check_values)
@@ -204,7 +206,7 @@ def _additive(
     mask: Tensor | None,
     check_values: bool,
 ) -> tuple[Tensor, MemoryState]:
-    """M_t = decay_t M_{t-1} + v_t k_t^T; the dot loss has gradient -v k^T at any weights, so chunks are tiles."""
+    """M_t = decay_t M_{t-1} + v_t k_t^T; the dot loss's gradient, -v k^T, is the same at any anchor."""
     result = neural_memory_chunked(
         q, k, v, q.new_ones(q.shape[:3]), _forgetting(decay), None, _or_empty(state, k, v), chunk_size,
         loss="dot", mask=mask, check_values=check_values,
@@ -275,6 +277,4 @@ def _check_range(name: str, x: Tensor, high: float) -> None:
         lowest, highest = (float(value) for value in torch.aminmax(x.detach()))
         if not (lowest >= 0 and highest <= high):
             expected = f"in [0, {high:g}]" if high < float("inf") else "not to be negative"
-            raise ValueError(
-                f"{name} has values from {lowest:.4g} to {highest:.4g}; expected them {expected}"
-            )
+            raise ValueError(f"{name} has values from {lowest:.4g} to {highest:.4g}; expected them {expected}")

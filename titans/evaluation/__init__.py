@@ -1,0 +1,1 @@
+"""Tasks that show what a memory holds, benchmarks, and their reports."""

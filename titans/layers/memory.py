@@ -1,0 +1,336 @@
+"""The neural long-term memory as a module: projections, gates, the memory rule, and the way back out."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans.ops import (
+    MemoryMLP,
+    MemoryState,
+    Surprise,
+    neural_memory_chunked,
+    neural_memory_exact,
+    neural_memory_recurrent,
+)
+from titans.ops.exact import GUARD_EVERY
+from titans.ops.frame import make_frame
+from titans.ops.inputs import check_finite
+
+MODES = ("chunked", "exact", "recurrent")
+GATES = ("token", "constant")
+INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
+
+
+class NeuralMemory(nn.Module):
+    """A sequence layer whose hidden state is a small network that learns while it reads.
+
+    Args:
+        dim: width of the input and of the output.
+        heads: independent memories, each on its share of the width; 1 is one full-width memory.
+        head_dim: width of a head; default ``dim / heads``.
+        depth: layers of each memory; 1 is a linear (matrix) memory.
+        expansion: hidden width of the memory over ``head_dim``.
+        mode: where a token's gradient is taken. ``"exact"``: at the weights just before it (the sequential rule);
+            ``"chunked"``: at the start of its chunk (the paper's parallel rule); ``"recurrent"``: the definition of
+            either, token by token, for checking.
+        chunk_size: in chunked and recurrent mode a part of the model (default 64; 1 is the sequential rule), in exact
+            mode a tile size that changes only the speed (default 64 for linear memory, 16 for deep).
+        sweeps: fixed-point sweeps of the exact mode for deep memory.
+        activation, bias, residual: of the memory network, see :class:`titans.ops.MemoryMLP`.
+        conv_kernel: width of the causal convolutions on q, k and v; 0: none.
+        momentum, forgetting: switch either off.
+        gates: ``"token"``: step, forgetting and momentum depend on the token; ``"constant"``: learned per head.
+        theta_max: the largest step; the step is theta_max * sigmoid(.) * (1 - eta).
+        bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
+        max_norm: with ``bounded``, the largest norm that a row of a memory weight may keep.
+        writes: False switches the memory off: theta = 0, it stays at its learned start.
+        first_order: cheaper outer gradients that treat the weights of the inner gradient as constants.
+        checkpoint_every: chunks between two states that the backward pass keeps.
+        check_values: refuse NaN and infinities in the input with an error that says where.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int = 4,
+        depth: int = 2,
+        chunk_size: int | None = None,
+        mode: str = "exact",
+        *,
+        head_dim: int | None = None,
+        expansion: float = 1.0,
+        sweeps: int | None = None,
+        activation: str = "silu",
+        bias: bool = False,
+        residual: bool = False,
+        conv_kernel: int = 4,
+        momentum: bool = True,
+        forgetting: bool = True,
+        gates: str = "token",
+        theta_max: float = 1.0,
+        bounded: bool = True,
+        max_norm: float = 100.0,
+        writes: bool = True,
+        first_order: bool = False,
+        checkpoint_every: int = 8,
+        check_values: bool = True,
+    ) -> None:
+        super().__init__()
+        for name, number in (("dim", dim), ("heads", heads), ("depth", depth)):
+            if number < 1:
+                raise ValueError(f"{name} is {number}; expected a whole number of at least 1")
+        if mode not in MODES:
+            raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
+        if gates not in GATES:
+            raise ValueError(f"gates is {gates!r}; expected one of {', '.join(GATES)}")
+        if head_dim is None:
+            if dim % heads:
+                raise ValueError(f"dim is {dim} and heads is {heads}; expected heads to divide dim, or give head_dim")
+            head_dim = dim // heads
+        if chunk_size is not None and chunk_size < 1:
+            raise ValueError(f"chunk_size is {chunk_size}; expected a whole number of at least 1")
+        if conv_kernel < 0:
+            raise ValueError(f"conv_kernel is {conv_kernel}; expected 0 (none) or the kernel's width")
+        if not 0 < theta_max <= 1:
+            raise ValueError(f"theta_max is {theta_max}; expected a number in (0, 1]")
+
+        self.dim, self.heads, self.head_dim, self.depth = dim, heads, head_dim, depth
+        self.mode = mode
+        self.chunk_size = chunk_size or (64 if mode != "exact" or depth == 1 else 16)
+        self.sweeps = sweeps
+        self.network = MemoryMLP(activation=activation, bias=bias, residual=residual)
+        self.conv_kernel = conv_kernel
+        self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
+        self.theta_max = theta_max
+        self.bounded, self.max_norm = bounded, max_norm
+        self.writes = writes
+        self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
+
+        inner = heads * head_dim
+        self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
+        self.conv = nn.Parameter(torch.empty(conv_kernel, 3 * inner)) if conv_kernel else None
+        gate_names = ["theta", *(["alpha"] if forgetting else []), *(["eta"] if momentum else [])]
+        self.gate_names = tuple(gate_names)
+        self.to_gates = nn.Linear(dim, len(gate_names) * heads) if gates == "token" else None
+        self.gate_bias = nn.Parameter(torch.empty(len(gate_names), heads)) if gates == "constant" else None
+        hidden = max(1, round(expansion * head_dim))
+        widths = [head_dim, *[hidden] * (depth - 1), head_dim]
+        self.initial = nn.ParameterList(
+            torch.empty(heads, out, inside + int(bias)) for inside, out in zip(widths[:-1], widths[1:], strict=True)
+        )
+        self.norm = nn.RMSNorm(head_dim, eps=1e-2)
+        self.to_gate = nn.Linear(dim, inner, bias=False)
+        self.to_out = nn.Linear(inner, dim, bias=False)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The initialisation of docs/log.md: queries start as keys, the memory as zero, forgetting slow."""
+        inner = self.heads * self.head_dim
+        for linear in (self.to_qkv, self.to_gate, self.to_out):
+            nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+        self.to_qkv.weight[:inner] = self.to_qkv.weight[inner : 2 * inner]
+        if self.conv is not None:
+            nn.init.normal_(self.conv, std=0.1)
+            self.conv[-1] += 1.0  # the present token passes
+            self.conv[:, :inner] = self.conv[:, inner : 2 * inner]
+        start = {"theta": 0.0, "alpha": math.log(0.0025 / 0.9975), "eta": 0.0}
+        bias = torch.tensor([start[name] for name in self.gate_names])
+        if self.to_gates is not None:
+            nn.init.normal_(self.to_gates.weight, std=0.1 * self.dim**-0.5)
+            self.to_gates.bias.copy_(bias.repeat_interleave(self.heads))
+        if self.gate_bias is not None:
+            self.gate_bias.copy_(bias.unsqueeze(1).expand(-1, self.heads))
+        for index, weight in enumerate(self.initial):
+            if index + 1 == self.depth:
+                nn.init.zeros_(weight)
+            else:
+                nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
+        nn.init.ones_(self.norm.weight)
+
+    def init_state(self, batch_size: int) -> MemoryState:
+        """The learned start M_0 for ``batch_size`` sequences, float32 or wider, part of the graph."""
+        if batch_size < 0:
+            raise ValueError(f"batch_size is {batch_size}; expected a whole number of at least 0")
+        dtype = torch.promote_types(self.initial[0].dtype, torch.float32)
+        state = MemoryState.create([w.to(dtype).expand(batch_size, -1, -1, -1) for w in self.initial])
+        if not self.conv_kernel:
+            return state
+        past = self.to_qkv.weight.new_zeros(batch_size, self.conv_kernel - 1, self.to_qkv.out_features)
+        return replace(state, conv=(past,))
+
+    def forward(
+        self,
+        x: Tensor,
+        state: MemoryState | None = None,
+        mask: Tensor | None = None,
+        return_surprise: bool = False,
+    ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
+        """Reads and writes a stretch of a sequence; call again with the returned state to go on.
+
+        Args:
+            x: (batch, time, dim).
+            state: where the memory stands; None: at its learned start. It is not changed.
+            mask: (batch, time) bool; False for padding, which is skipped wherever it stands.
+
+        Returns:
+            y (batch, time, dim), the new state, and the surprise (batch, heads, time) if asked for.
+        """
+        state = self._check(x, state, mask)
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            empty = x.new_zeros(x.shape[0], self.heads, x.shape[1])
+            y = torch.empty_like(x)
+            return (y, state, Surprise(empty, empty)) if return_surprise else (y, state)
+
+        frame = None
+        if mask is not None and not bool(mask.all()):
+            frame = make_frame(x.shape[1], mask, torch.zeros_like(state.position), max(1, x.shape[1]), None)
+            x = frame.put(x.unsqueeze(1)).squeeze(1)
+            mask = frame.live if frame.live is not None else x.new_ones(x.shape[:2], dtype=torch.bool)
+        else:
+            mask = None
+
+        q, k, v, conv = self._project(x, state.conv, mask)
+        theta, alpha, eta = self._gate(x)
+        result = self._run(q, k, v, theta, alpha, eta, replace(state, conv=conv), mask, return_surprise)
+        y = self._output(result[0], x)
+        if frame is None:
+            return y, *result[1:]  # type: ignore[return-value]
+        y = frame.take(y.unsqueeze(1)).squeeze(1)
+        if not return_surprise:
+            return y, result[1]
+        return y, result[1], Surprise(*(frame.take(s) for s in result[2]))  # type: ignore[misc]
+
+    def read(self, x: Tensor, state: MemoryState | None = None) -> Tensor:
+        """M*(q): what the memory as it stands says to each token of x (batch, time, dim); changes nothing."""
+        state = self._check(x, state, None)
+        if x.shape[0] == 0 or x.shape[1] == 0:
+            return torch.empty_like(x)
+        q, _, _, _ = self._project(x, state.conv, None)
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.network(state.weights, q.to(state.weights[0].dtype))
+        return self._output(y.to(q.dtype), x)
+
+    def _check(self, x: Tensor, state: MemoryState | None, mask: Tensor | None) -> MemoryState:
+        if x.ndim != 3 or x.shape[-1] != self.dim:
+            raise ValueError(f"x has shape {tuple(x.shape)}; expected (batch, time, {self.dim})")
+        if not x.is_floating_point():
+            raise ValueError(f"x has dtype {x.dtype}; expected a floating dtype")
+        if mask is not None and (mask.shape != x.shape[:2] or mask.dtype != torch.bool):
+            raise ValueError(
+                f"mask has shape {tuple(mask.shape)} and dtype {mask.dtype}; "
+                f"expected (batch, time) = {tuple(x.shape[:2])} and bool"
+            )
+        if self.check_values and x.numel():
+            check_finite("x", x)
+        if state is None:
+            return self.init_state(x.shape[0])
+        expected = [(x.shape[0], *w.shape) for w in self.initial]
+        found = [tuple(w.shape) for w in state.weights]
+        if found != expected:
+            raise ValueError(f"state has weights of shape {found}; expected {expected}")
+        conv = [(x.shape[0], self.conv_kernel - 1, self.to_qkv.out_features)] if self.conv_kernel else []
+        if [tuple(c.shape) for c in state.conv] != conv:
+            raise ValueError(
+                f"state has convolution inputs of shape {[tuple(c.shape) for c in state.conv]}; expected {conv}"
+            )
+        return state
+
+    def _project(
+        self, x: Tensor, past: tuple[Tensor, ...], mask: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
+        """q, k, v (batch, heads, time, head_dim), q and k of length 1, and the convolutions' new state."""
+        if self.bounded:
+            x = x.clamp(-INPUT_LIMIT, INPUT_LIMIT)
+        qkv = self.to_qkv(x)
+        conv: tuple[Tensor, ...] = ()
+        if self.conv is not None:
+            width = self.conv_kernel - 1
+            padded = torch.cat([past[0].to(qkv.dtype), qkv], dim=1)
+            if mask is None:
+                conv = (padded[:, padded.shape[1] - width :],)
+            else:  # the last inputs of each sequence: what is masked stands behind them
+                index = mask.sum(1, keepdim=True) + torch.arange(width, device=x.device)
+                conv = (padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[-1])),)
+            qkv = causal_conv(padded, self.conv.to(qkv.dtype))
+        qkv = F.silu(qkv).unflatten(-1, (3, self.heads, self.head_dim))
+        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        if self.bounded:  # the output is normalised, so a value's direction is what counts
+            v = v * torch.rsqrt(1 + v.square().sum(-1, keepdim=True))
+        return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, conv
+
+    def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""
+        dtype = torch.promote_types(self.initial[0].dtype, torch.float32)
+        if self.to_gates is not None:
+            with torch.autocast(x.device.type, enabled=False):
+                weight, bias = self.to_gates.weight.to(dtype), self.to_gates.bias.to(dtype)
+                raw = F.linear(x.to(dtype).clamp(-INPUT_LIMIT, INPUT_LIMIT), weight, bias)
+            raw = raw.unflatten(-1, (len(self.gate_names), self.heads)).permute(2, 0, 3, 1)
+        else:
+            assert self.gate_bias is not None
+            raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])
+        gate = dict(zip(self.gate_names, torch.sigmoid(raw).unbind(0), strict=True))
+        eta = gate.get("eta")
+        theta = self.theta_max * gate["theta"]
+        if eta is not None:
+            theta = theta * (1 - eta)
+        if not self.writes:
+            theta = theta * 0
+        return theta, gate.get("alpha"), eta
+
+    def _run(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        theta: Tensor,
+        alpha: Tensor | None,
+        eta: Tensor | None,
+        state: MemoryState,
+        mask: Tensor | None,
+        return_surprise: bool,
+    ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
+        max_norm = self.max_norm if self.bounded else None
+        if self.mode == "chunked":
+            return neural_memory_chunked(
+                q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
+                bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
+                return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
+            )  # fmt: skip
+        if self.mode == "exact":
+            return neural_memory_exact(
+                q, k, v, theta, alpha, eta, state, self.chunk_size, sweeps=self.sweeps, network=self.network,
+                mask=mask, bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
+                return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
+            )  # fmt: skip
+        guard_every = GUARD_EVERY if self.chunk_size == 1 else self.chunk_size
+        return neural_memory_recurrent(
+            q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
+            bounded=self.bounded, max_norm=max_norm, guard_every=guard_every, first_order=self.first_order,
+            return_surprise=return_surprise, check_values=False,
+        )  # fmt: skip
+
+    def _output(self, y: Tensor, x: Tensor) -> Tensor:
+        """Norm, gate and projection: (batch, heads, time, head_dim) -> (batch, time, dim)."""
+        y = self.norm(y).transpose(1, 2).flatten(2)
+        return self.to_out(y * F.silu(self.to_gate(x)))
+
+    def extra_repr(self) -> str:
+        """The settings a reader of ``print(model)`` wants to see."""
+        return f"dim={self.dim}, heads={self.heads}, depth={self.depth}, mode={self.mode}, chunk={self.chunk_size}"
+
+
+def causal_conv(padded: Tensor, kernel: Tensor) -> Tensor:
+    """Depthwise causal convolution: (batch, time + width - 1, channels), (width, channels) -> (batch, time, channels)."""
+    width = kernel.shape[0]
+    time = padded.shape[1] - width + 1
+    y = padded[:, :time] * kernel[0]
+    for offset in range(1, width):
+        y = torch.addcmul(y, padded[:, offset : offset + time], kernel[offset])
+    return y
