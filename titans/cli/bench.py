@@ -101,7 +101,8 @@ def memory(
         typer.echo(f"titans: {notice}", err=True)
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         report = memory_benchmark.run_memory_benchmark(
             settings,

@@ -409,7 +409,6 @@ def _warm_up(subject: Subject, length: int, passes: Sequence[str]) -> None:
 
 
 def _time_pass(subject: Subject, inputs: tuple[Tensor, ...], which: str) -> float:
-    gc.collect()
     start = time.perf_counter()
     y = run_pass(subject, inputs, which)
     seconds = time.perf_counter() - start
@@ -597,6 +596,7 @@ class _Run:
             for contender in here:
                 _warm_up(subjects[contender.name], min(length, 2 * self.settings.chunk_size), PASSES)
             for number in range(self.settings.repeats):
+                gc.collect()
                 gemm = max(gemm, gemm_flops_per_second(self.settings.gemm_size))
                 turn = number % max(len(here), 1)
                 for contender in here[turn:] + here[:turn]:
@@ -711,7 +711,7 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     """Per contender and pass: speed at the longest length over that at 2048, and memory a token.
 
     `bytes_per_token` is the slope of peak memory between the two longest lengths; `memory_growth` compares it
-    with the slope before: linear (within a quarter), sublinear or superlinear; None with fewer than three lengths.
+    with the slope before: linear (2/3 to 3/2 of it), sublinear or superlinear; None with fewer than three lengths.
     """
     rows = []
     for name in dict.fromkeys(r["contender"] for r in results):
@@ -719,7 +719,7 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
             runs = [r for r in results if r["contender"] == name and r["pass"] == which]
             if len(runs) < 2:
                 continue
-            start = next((r for r in runs if r["length"] == SCALING_LENGTH), runs[0])
+            start = next((r for r in runs[:-1] if r["length"] == SCALING_LENGTH), runs[0])
             row: dict[str, Any] = {
                 "contender": name,
                 "pass": which,
@@ -738,7 +738,7 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
                 if len(slopes) > 1 and slopes[-2] > 0:
                     steeper = slopes[-1] / slopes[-2]
                     row["memory_growth"] = (
-                        "sublinear" if steeper < 0.8 else "superlinear" if steeper > 1.25 else "linear"
+                        "sublinear" if steeper < 2 / 3 else "superlinear" if steeper > 3 / 2 else "linear"
                     )
             rows.append(row)
     return rows
@@ -783,7 +783,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         pair = [ratios.get((name, a, length, which)) for a in ("titans-pytorch", "titans-pytorch-coarse")]
         if pair == [None, None]:
             return ""
-        return " / ".join(f"{r[what]:.3g}x" if r and r[what] is not None else "-" for r in pair)
+        return " / ".join(_times_text(r[what] if r else None) for r in pair)
 
     def table(title: str, headings: Sequence[str], rows: list[list[str]]) -> None:
         drawn = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
@@ -809,9 +809,9 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             row = [name, str(length)]
             for which in PASSES:
                 peak = found.get((name, length, which), {}).get("peak_growth_bytes")
-                row += ["" if peak is None else f"{peak / 2**20:.1f}", against(name, length, which, "memory")]
+                row += [_mebibytes_text(peak), against(name, length, which, "memory")]
             rows.append(row)
-        headings = ("contender", "tokens", "forward", "smaller", "+backward", "smaller")
+        headings = ("contender", "tokens", "fwd", "smaller", "fwd+bwd", "smaller")
         table("Peak growth of resident memory during one call, MiB", headings, rows)
 
     rows = []
@@ -824,20 +824,33 @@ def print_report(report: dict[str, Any], console: Console) -> None:
                 "" if fraction is None else f"{fraction:.1%}",
                 f"{row['speed_retained']:.2f}x of {row['from_length']}",
                 "" if row["bytes_per_token"] is None else f"{row['bytes_per_token'] / 1024:.1f}",
-                row["memory_growth"] or "",
+                {"linear": "linear", "sublinear": "less", "superlinear": "more"}.get(row["memory_growth"], ""),
             ]
         )
     if rows:
-        headings = ("contender", "pass", "of GEMM", "tokens/s kept", "KiB/token", "growth")
+        headings = ("contender", "pass", "of GEMM", "speed kept", "KiB/token", "growth")
         table("At the longest length of each", headings, rows)
     gemm = report["gemm"]
     console.print(
-        "faster, smaller: than titans-pytorch with the same rule / in its coarse setting.\n"
+        "faster, smaller: than titans-pytorch with chunk_size=1 (the rule of 'chunked') / when coarse.\n"
         f"of GEMM: FLOPs that the rule needs per second, over {gemm['flops_per_second'] / 1e9:.1f} GFLOP/s "
         f"of a {gemm['size']}^3 float32 product.\n"
-        "KiB/token: slope of peak memory between the two longest lengths; growth: against the slope before.",
+        "KiB/token: slope of peak memory between the two longest lengths; growth: linear, or less, or more.",
         highlight=False,
     )
+
+
+def _times_text(ratio: float | None) -> str:
+    """At most five characters: 0.04x, 0.93x, 2.3x, 21x."""
+    if ratio is None:
+        return "-"
+    return f"{ratio:.2f}x" if ratio < 1 else f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
+
+
+def _mebibytes_text(count: int | None) -> str:
+    if count is None:
+        return ""
+    return f"{count / 2**20:.1f}" if count < 100 * 2**20 else f"{count / 2**20:.0f}"
 
 
 def _seconds_text(seconds: float) -> str:

@@ -39,7 +39,7 @@ class NeuralMemory(nn.Module):
             ``"chunked"``: at the start of its chunk (the paper's parallel rule); ``"recurrent"``: the definition of
             either, token by token, for checking.
         chunk_size: in chunked and recurrent mode a part of the model (default 64; 1 is the sequential rule), in exact
-            mode a tile size that changes only the speed (default 64 for linear memory, 16 for deep).
+            mode a tile size that changes only the speed (default 64 for linear memory, 8 for deep).
         sweeps: fixed-point sweeps of the exact mode for deep memory.
         activation, bias, residual: of the memory network, see :class:`titans.ops.MemoryMLP`.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
@@ -101,7 +101,7 @@ class NeuralMemory(nn.Module):
 
         self.dim, self.heads, self.head_dim, self.depth = dim, heads, head_dim, depth
         self.mode = mode
-        self.chunk_size = chunk_size or (64 if mode != "exact" or depth == 1 else 16)
+        self.chunk_size = chunk_size or (64 if mode != "exact" or depth == 1 else 8)
         self.sweeps = sweeps
         self.network = MemoryMLP(activation=activation, bias=bias, residual=residual)
         self.conv_kernel = conv_kernel

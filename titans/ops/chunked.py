@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titans.ops.dual import Carry, Keys, Rule, Tile, finish_keys, output_error
+from titans.ops.coefficients import Coefficients
+from titans.ops.dual import Carry, Keys, Rule, Tensors, Tile, finish_keys, output_error
 from titans.ops.fold import call_dual
 from titans.ops.network import ACTIVATIONS, MemoryMLP
 from titans.ops.state import MemoryState, Surprise
@@ -39,29 +40,36 @@ def neural_memory_chunked(
         checkpoint_every: the backward pass keeps the state at every so many chunks and recomputes what lies between.
     """
     return call_dual(
-        _key_pass, q, k, v, theta, alpha, eta, state,
+        ChunkKeys(), q, k, v, theta, alpha, eta, state,
         tile=chunk_size, period=chunk_size, network=network, loss=loss, mask=mask, bounded=bounded, crowding=bounded,
         max_norm=max_norm, anchored=True, decay_first=False, first_order=first_order,
         return_surprise=return_surprise, checkpoint_every=checkpoint_every, check_values=check_values,
     )  # fmt: skip
 
 
-def _key_pass(rule: Rule, carry: Carry, tile: Tile) -> Keys:
-    """Forward and backpropagate all keys of a chunk through its anchor."""
-    activate, derivative = ACTIVATIONS[rule.network.activation]
-    anchor = carry.anchor or carry.weights
-    if rule.first_order:
-        anchor = tuple(w.detach() for w in anchor)
-    inputs, pre = [], []
-    x = tile.k
-    for index, weight in enumerate(anchor):
-        inputs.append(rule.inputs(x))
-        z = torch.bmm(inputs[-1], weight.mT)
-        if index + 1 < len(anchor):
-            pre.append(z)
-            x = activate(z)
-    output = output_error(rule, z, tile)
-    deltas = [output.delta]
-    for weight, z in zip(reversed(anchor[1:]), reversed(pre), strict=True):
-        deltas.append(torch.bmm(deltas[-1], weight[..., : z.shape[-1]]) * derivative(z))
-    return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
+class ChunkKeys:
+    """The chunked rule's key pass: forward and backpropagate all keys of a chunk through its anchor."""
+
+    def prepare(self, rule: Rule, k: Tensor, keep: Tensor | None, coefficients: Coefficients) -> Tensors:
+        """Nothing: all of it depends on the anchor."""
+        return ()
+
+    def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
+        """Gradients of all tokens of a chunk at its anchor."""
+        activate, derivative = ACTIVATIONS[rule.network.activation]
+        anchor = carry.anchor or carry.weights
+        if rule.first_order:
+            anchor = tuple(w.detach() for w in anchor)
+        inputs, pre = [], []
+        x = tile.k
+        for index, weight in enumerate(anchor):
+            inputs.append(rule.inputs(x))
+            z = torch.bmm(inputs[-1], weight.mT)
+            if index + 1 < len(anchor):
+                pre.append(z)
+                x = activate(z)
+        output = output_error(rule, z, tile)
+        deltas = [output.delta]
+        for weight, z in zip(reversed(anchor[1:]), reversed(pre), strict=True):
+            deltas.append(torch.bmm(deltas[-1], weight[..., : z.shape[-1]]) * derivative(z))
+        return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -71,8 +71,7 @@ class Tile(NamedTuple):
     k: Tensor
     v: Tensor
     step: Tensor  # theta, with the factor 2 of the squared loss and the crowding already in it
-    keep: Tensor | None  # 1 - alpha
-    coefficients: Coefficients
+    prepared: Tensors  # this tile's share of what the key pass prepared
     norm: Tensor | None
 
 
@@ -86,7 +85,16 @@ class Keys(NamedTuple):
     loss: Tensor | None  # (n, b)
 
 
-KeyPass = Callable[[Rule, Carry, Tile], Keys]
+class KeyPass(Protocol):
+    """Finds where each token's gradient points; the one thing in which the chunked and the exact rule differ."""
+
+    def prepare(self, rule: Rule, k: Tensor, keep: Tensor | None, coefficients: Coefficients) -> Tensors:
+        """What can be computed for all tiles at once, from k (n, tiles, b, width); each tensor (n, tiles, ...)."""
+        ...
+
+    def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
+        """The key pass of one tile."""
+        ...
 
 
 class Output(NamedTuple):
@@ -166,7 +174,7 @@ def run_tiles(
         if live is not None:
             unit = unit * live.unsqueeze(-1)
         step = step / (1 + (unit @ unit.mT).square().tril(-1).sum(-1)).square()
-    keep = None if alpha is None else 1 - alpha
+    prepared = key_pass.prepare(rule, k, None if alpha is None else 1 - alpha, coefficients)
 
     starts: list[tuple[Tensors, Tensors]] = []
     found: list[Keys] = []
@@ -175,14 +183,7 @@ def run_tiles(
         tile_step = step[:, index]
         if unit is not None and carry.gram is not None:
             tile_step = _crowd_before(unit[:, index], carry.gram, tile_step)
-        part = Tile(
-            k[:, index],
-            v[:, index],
-            tile_step,
-            None if keep is None else keep[:, index],
-            row,
-            tokens.norm,
-        )
+        part = Tile(k[:, index], v[:, index], tile_step, tuple(x[:, index] for x in prepared), tokens.norm)
         keys = key_pass(rule, carry, part)
         starts.append((carry.weights, carry.momentum))
         found.append(keys)

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from titans.ops.dual import Carry, Keys, Rule, Tile, finish_keys, output_error
+from titans.ops.coefficients import Coefficients
+from titans.ops.dual import Carry, Keys, Output, Rule, Tensors, Tile, finish_keys, output_error
 from titans.ops.fold import call_dual
 from titans.ops.network import ACTIVATIONS, MemoryMLP
 from titans.ops.recurrent import TINY
 from titans.ops.state import MemoryState, Surprise
 
 GUARD_EVERY = 64
-DEFAULT_SWEEPS = 4
+LINEAR_TILE, DEEP_TILE = 64, 8
 
 
 def neural_memory_exact(
@@ -28,7 +30,7 @@ def neural_memory_exact(
     alpha: Tensor | None,
     eta: Tensor | None,
     state: MemoryState,
-    chunk_size: int = 16,
+    chunk_size: int | None = None,
     *,
     sweeps: int | None = None,
     tolerance: float | None = None,
@@ -48,10 +50,10 @@ def neural_memory_exact(
     """What ``neural_memory_recurrent`` with ``chunk_size=1`` gives, many times faster (Eq. 13, 14 to the letter).
 
     The arguments are those of :func:`titans.ops.neural_memory_recurrent`, and:
-        chunk_size: a tile size: it changes nothing but the speed (and, for deep memory, how close a given number of
-            sweeps comes).
-        sweeps: fixed-point sweeps for deep memory (default 4); as many as a tile has tokens are exact. Linear memory
-            is solved and needs none.
+        chunk_size: a tile size: it changes nothing but the speed. Default: 64 for linear memory, 8 for deep.
+        sweeps: fixed-point sweeps for deep memory. The default, one fewer than a tile has tokens, is exact for any
+            input; fewer are faster, and close where keys differ and steps are small. Linear memory is solved and
+            needs none.
         tolerance: instead of a fixed number, sweep until the largest relative change falls below this, at most
             ``chunk_size`` times. The residual sees the whole tile, so the future then decides how often the past is
             refined: not for a model that must be causal to the last bit.
@@ -63,12 +65,12 @@ def neural_memory_exact(
         raise ValueError(f"sweeps is {sweeps}; expected a whole number of at least 0")
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"tolerance is {tolerance}; expected a positive number")
+    if chunk_size is None:
+        chunk_size = LINEAR_TILE if len(state.weights) == 1 else DEEP_TILE
     if max_norm is not None and isinstance(chunk_size, int) and chunk_size > 0:
         chunk_size = max(d for d in range(1, min(chunk_size, guard_every) + 1) if guard_every % d == 0)
     return call_dual(
-        partial(_key_pass, sweeps=DEFAULT_SWEEPS if sweeps is None else sweeps, tolerance=tolerance,
-                residuals=residuals),
-        q, k, v, theta, alpha, eta, state,
+        ExactKeys(sweeps, tolerance, residuals), q, k, v, theta, alpha, eta, state,
         tile=chunk_size, period=None if max_norm is None else guard_every, network=network, loss=loss, mask=mask,
         bounded=bounded, crowding=False, max_norm=max_norm, anchored=False, decay_first=decay_first,
         first_order=first_order, return_surprise=return_surprise, checkpoint_every=checkpoint_every,
@@ -79,173 +81,263 @@ def neural_memory_exact(
 class _Past(NamedTuple):
     """How much of the tile's first weights and of each earlier token is left in M_{t-1}."""
 
+    products: Tensor  # (n, b, b), strictly lower triangular
+    key_products: Tensor  # the same times k_t . k_i
     beta: Tensor | None  # (n, b, 1)
     c: Tensor | None  # (n, b, 1)
-    products: Tensor  # (n, b, b), strictly lower triangular
 
 
-def _past(rule: Rule, tile: Tile) -> _Past:
-    row = tile.coefficients
-    products = F.pad(row.products[:, :-1].tril(), (0, 0, 1, 0))
-    beta = c = None
-    if row.beta is not None:
-        beta = F.pad(row.beta[:, :-1], (1, 0), value=1.0).unsqueeze(-1)
-    if row.c is not None:
-        c = F.pad(row.c[:, :-1], (1, 0)).unsqueeze(-1)
-    if rule.decay_first and tile.keep is not None:
-        keep = tile.keep.unsqueeze(-1)
-        products = products * keep
-        beta = keep if beta is None else beta * keep
-        c = None if c is None else c * keep
-    return _Past(beta, c, products)
+class _Weights(NamedTuple):
+    """A layer's weight and momentum side by side, ready to be multiplied by rows."""
+
+    forward: Tensor  # (n, in, out or 2 out)
+    backward: Tensor  # (n, out, hidden or 2 hidden), without the bias
+    out: int
+    hidden: int
 
 
-def _apply(
-    past: _Past, x: Tensor, w: Tensor, s: Tensor | None, applied: Tensor, left: Tensor, right: Tensor
-) -> Tensor:
-    """Each row of x times its own past weight: beta x w + c x s - ((x left^T) . applied) right."""
-    z = _apply_start(past, x, w, s)
-    return torch.baddbmm(z, torch.bmm(x, left.mT) * applied, right, alpha=-1)
+@dataclass(frozen=True)
+class ExactKeys:
+    """The exact rule's key pass: every key goes through its own past weights.
+
+    Linear memory is one triangular solve. Deep memory takes fixed-point sweeps, each with its last layer solved.
+    """
+
+    sweeps: int | None
+    tolerance: float | None
+    residuals: list[Tensor] | None
+
+    def prepare(self, rule: Rule, k: Tensor, keep: Tensor | None, coefficients: Coefficients) -> Tensors:
+        """The coefficients of M_{t-1} instead of M_t, and the products of keys."""
+        products = F.pad(coefficients.products[..., :-1, :], (0, 0, 1, 0))
+        rows = []
+        if coefficients.beta is not None:
+            rows.append(F.pad(coefficients.beta[..., :-1], (1, 0), value=1.0).unsqueeze(-1))
+        if coefficients.c is not None:
+            rows.append(F.pad(coefficients.c[..., :-1], (1, 0)).unsqueeze(-1))
+        if rule.decay_first and keep is not None:
+            decay = keep.unsqueeze(-1)
+            products, rows = products * decay, [row * decay for row in rows]
+        x = rule.inputs(k)
+        return products, (x @ x.mT) * products, *rows
+
+    def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
+        """Gradients of all tokens of a tile, each at the weights just before it."""
+        products, key_products, *rows = tile.prepared
+        c = rows.pop() if carry.momentum else None
+        past = _Past(products, key_products, rows[0] if rows else None, c)
+        if len(carry.weights) == 1 and tile.norm is None:
+            if rule.bounded:
+                # kappa = ||h||^2 whatever the error: the step is known before the error is
+                kappa = rule.inputs(tile.k).square().sum(-1)
+                tile = tile._replace(step=tile.step / (1 + kappa))
+                rule = replace(rule, bounded=False)
+            if not rule.first_order:
+                return _sweep(rule, _side_by_side(rule, carry), tile, past, None)
+            with torch.no_grad():
+                keys = _sweep(rule, _side_by_side(rule, carry), tile, past, None)
+            return _first_order(rule, carry, tile, past, keys)
+
+        if rule.first_order:
+            with torch.no_grad():
+                weights = _side_by_side(rule, carry)
+                keys = _sweep(rule, weights, tile, past, self._solve(rule, weights, tile, past))
+            return _first_order(rule, carry, tile, past, keys)
+        weights = _side_by_side(rule, carry)
+        return _sweep(rule, weights, tile, past, _implicit(self._solve, rule, weights, tile, past))
+
+    def _solve(self, rule: Rule, weights: list[_Weights], tile: Tile, past: _Past) -> Tensors:
+        """The fixed point that a sweep leaves as it is: all layers' deltas but a solved last one's, and the step."""
+        size = tile.k.shape[1]
+        limit = size - 1 if self.sweeps is None or self.tolerance is not None else min(self.sweeps, size - 1)
+        guess = None
+        change = None
+        for _ in range(limit):
+            new = _guess(tile, _sweep(rule, weights, tile, past, guess))
+            if guess is not None and (self.tolerance is not None or self.residuals is not None):
+                change = _change(guess, new)
+            guess = new
+            if self.tolerance is not None and change is not None and bool(change <= self.tolerance):
+                break
+        if guess is None:
+            guess = _guess(tile, _sweep(rule, weights, tile, past, None))
+        if self.residuals is not None and change is not None:
+            self.residuals.append(change)
+        return guess
 
 
-def _apply_start(past: _Past, x: Tensor, w: Tensor, s: Tensor | None) -> Tensor:
-    """The share of :func:`_apply` that comes from the tile's first state."""
-    z = torch.bmm(x, w)
-    if past.beta is not None:
-        z = z * past.beta
-    if past.c is not None and s is not None:
-        z = torch.addcmul(z, torch.bmm(x, s), past.c)
-    return z
+def _guess(tile: Tile, keys: Keys) -> Tensors:
+    return *(keys.deltas[:-1] if tile.norm is None else keys.deltas), keys.step
 
 
-def _key_pass(
-    rule: Rule,
-    carry: Carry,
-    tile: Tile,
-    *,
-    sweeps: int,
-    tolerance: float | None,
-    residuals: list[Tensor] | None,
-) -> Keys:
-    past = _past(rule, tile)
-    solved = len(carry.weights) == 1 and tile.norm is None
-    if solved and rule.bounded:
-        # the network is linear, so kappa = ||h||^2 whatever the error: the step is known before the error is
-        kappa = rule.inputs(tile.k).square().sum(-1)
-        tile = tile._replace(step=tile.step / (1 + kappa))
-        rule = replace(rule, bounded=False)
-    with torch.set_grad_enabled(torch.is_grad_enabled() and not rule.first_order):
-        keys = _sweep(rule, carry, tile, past, None)
-        if not solved:
-            keys = _refine(rule, carry, tile, past, keys, sweeps, tolerance, residuals)
-    return _first_order(rule, carry, tile, past, keys) if rule.first_order else keys
-
-
-def _refine(
-    rule: Rule,
-    carry: Carry,
-    tile: Tile,
-    past: _Past,
-    keys: Keys,
-    sweeps: int,
-    tolerance: float | None,
-    residuals: list[Tensor] | None,
-) -> Keys:
-    """Sweeps a fixed number of times, or until a sweep changes little."""
-    change = None
-    for _ in range(sweeps if tolerance is None else tile.k.shape[1]):
-        old, keys = keys, _sweep(rule, carry, tile, past, keys)
-        if tolerance is not None or residuals is not None:
-            change = _change(old, keys)
-        if tolerance is not None and change is not None and bool(change <= tolerance):
-            break
-    if residuals is not None and change is not None:
-        residuals.append(change)
-    return keys
-
-
-def _change(old: Keys, new: Keys) -> Tensor:
-    """The largest relative change of any layer's deltas."""
-    changes = [
-        (b - a).detach().abs().amax() / b.detach().abs().amax().clamp(min=TINY)
-        for a, b in zip(old.deltas, new.deltas, strict=True)
-    ]
+def _change(old: Tensors, new: Tensors) -> Tensor:
+    """The largest relative change of any layer's deltas or of the steps."""
+    changes = [(b - a).abs().amax() / b.abs().amax().clamp(min=TINY) for a, b in zip(old, new, strict=True)]
     return torch.stack(changes).amax()
 
 
-def _sweep(rule: Rule, carry: Carry, tile: Tile, past: _Past, guess: Keys | None) -> Keys:
+def _side_by_side(rule: Rule, carry: Carry) -> list[_Weights]:
+    layers = []
+    for index, w in enumerate(carry.weights):
+        hidden = w.shape[2] - int(rule.network.bias)
+        both = [w, carry.momentum[index]] if carry.momentum else [w]
+        forward = torch.cat([x.mT for x in both], dim=2)
+        backward = torch.cat([x[..., :hidden] for x in both], dim=2) if index else forward
+        layers.append(_Weights(forward, backward, w.shape[1], hidden))
+    return layers
+
+
+def _blend(past: _Past, both: Tensor, width: int) -> Tensor:
+    """beta x W + c x S from x [W, S], row by row."""
+    z = both[..., :width]
+    if past.beta is not None:
+        z = z * past.beta
+    return z if past.c is None else torch.addcmul(z, both[..., width:], past.c)
+
+
+def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: Tensors | None) -> Keys:
     """Forward and backpropagate every key through its own past weights, as far as the guess knows them.
 
-    Without a guess, the weights are those of the tile's start, decayed and drifted. The last layer is solved: its
-    deltas are those of a token-by-token pass, given its inputs.
+    W_{t-1} x_t = beta_{t-1} W x_t + c_{t-1} S x_t - sum_{i<t} P[t-1,i] theta_i (h_i . x_t) delta_i, and its transpose
+    likewise with h and delta exchanged. Without a guess the hidden layers' sums are left out. The last layer is solved:
+    given its inputs, its deltas are those of a token-by-token pass.
     """
     activate, derivative = ACTIVATIONS[rule.network.activation]
-    depth = len(carry.weights)
-    step = tile.step if guess is None else guess.step
-    applied = past.products * step.unsqueeze(-2)
+    depth = len(weights)
     inputs, pre = [], []
     x = tile.k
-    for layer in range(depth):
+    for layer in range(depth - 1):
         x = rule.inputs(x)
         inputs.append(x)
-        s = carry.momentum[layer].mT if carry.momentum else None
-        z = _apply_start(past, x, carry.weights[layer].mT, s)
-        if layer + 1 == depth:
-            break
+        z = _blend(past, torch.bmm(x, weights[layer].forward), weights[layer].out)
         if guess is not None:
-            z = torch.baddbmm(z, torch.bmm(x, x.mT) * applied, guess.deltas[layer], alpha=-1)
+            products = past.key_products if layer == 0 else torch.bmm(x, x.mT) * past.products
+            z = torch.baddbmm(z, products * guess[-1].unsqueeze(1), guess[layer], alpha=-1)
         pre.append(z)
         x = activate(z)
+    x = rule.inputs(x)
+    inputs.append(x)
+    z = _blend(past, torch.bmm(x, weights[-1].forward), weights[-1].out)
 
-    if not rule.squared and tile.norm is None:
-        output = output_error(rule, z, tile)
-        if rule.surprise:
-            full = torch.baddbmm(z, torch.bmm(x, x.mT) * applied, output.delta, alpha=-1)
-            output = output_error(rule, full, tile)
-    elif tile.norm is None:
-        # (I + applied . x x^T) delta = the error that the tile's first state alone would make
-        system = torch.bmm(x, x.mT) * applied
-        output = output_error(rule, z, tile)
-        delta = torch.linalg.solve_triangular(system, output.delta, upper=False, unitriangular=True)
-        output = output._replace(error=delta, delta=delta, loss=delta.square().sum(-1) if rule.surprise else None)
+    squares = torch.bmm(x, x.mT)
+    if guess is not None:
+        step = guess[-1]
+    elif rule.bounded:
+        step = tile.step / (1 + squares.diagonal(dim1=1, dim2=2))
     else:
-        if guess is not None:
-            z = torch.baddbmm(z, torch.bmm(x, x.mT) * applied, guess.deltas[-1], alpha=-1)
-        output = output_error(rule, z, tile)
+        step = tile.step
+    applied = past.products * step.unsqueeze(1)
+    output = _last_layer(rule, tile, z, squares * applied, guess)
 
     deltas = [output.delta]
     for layer in range(depth - 1, 0, -1):
-        delta, width = deltas[-1], pre[layer - 1].shape[-1]
-        w = carry.weights[layer][..., :width]
-        s = carry.momentum[layer][..., :width] if carry.momentum else None
-        back = _apply(past, delta, w, s, applied, delta, inputs[layer][..., :width])
+        delta, hidden = deltas[-1], weights[layer].hidden
+        back = _blend(past, torch.bmm(delta, weights[layer].backward), hidden)
+        back = torch.baddbmm(back, torch.bmm(delta, delta.mT) * applied, inputs[layer][..., :hidden], alpha=-1)
         deltas.append(back * derivative(pre[layer - 1]))
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
+
+
+def _last_layer(rule: Rule, tile: Tile, z: Tensor, system: Tensor, guess: Tensors | None) -> Output:
+    """The loss and its gradients, given what the tile's first state says (z) and how tokens act on later ones."""
+    if tile.norm is not None:  # not linear in z, so swept like the other layers
+        if guess is not None:
+            z = torch.baddbmm(z, system, guess[-2], alpha=-1)
+        return output_error(rule, z, tile)
+    output = output_error(rule, z, tile)
+    if not rule.squared:
+        if rule.surprise:
+            output = output_error(rule, torch.baddbmm(z, system, output.delta, alpha=-1), tile)
+        return output
+    # (I + system) delta = the error that the tile's first state alone would make
+    delta = torch.linalg.solve_triangular(system, output.delta, upper=False, unitriangular=True)
+    return Output(delta, delta, delta.square().sum(-1) if rule.surprise else None)
+
+
+def _implicit(
+    solve: Callable[[Rule, list[_Weights], Tile, _Past], Tensors],
+    rule: Rule,
+    weights: list[_Weights],
+    tile: Tile,
+    past: _Past,
+) -> Tensors:
+    """The fixed point, with its derivative from the implicit function theorem instead of the sweeps' graph."""
+    tensors: list[Tensor] = [w.forward for w in weights] + [w.backward for w in weights[1:]]
+    optional = [tile.k, tile.v, tile.step, tile.norm, *past]
+    there = [x is not None for x in optional]
+    tensors += [x for x in optional if x is not None]
+
+    def rebuild(values: Sequence[Tensor]) -> tuple[list[_Weights], Tile, _Past]:
+        rest = iter(values)
+        forward = [next(rest) for _ in weights]
+        backward = [forward[0], *(next(rest) for _ in weights[1:])]
+        layers = [
+            w._replace(forward=f, backward=b) for w, f, b in zip(weights, forward, backward, strict=True)
+        ]
+        k, v, step, norm, *coefficients = (next(rest) if is_there else None for is_there in there)
+        return layers, Tile(k, v, step, (), norm), _Past(*coefficients)  # type: ignore[arg-type]
+
+    if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
+        return solve(rule, weights, tile, past)
+    result: Tensors = _FixedPoint.apply(solve, rule, rebuild, *tensors)
+    return result
+
+
+class _FixedPoint(torch.autograd.Function):
+    """y = f(y, p): the gradient solves lambda = g + (df/dy)^T lambda, which is triangular too: sweeps solve it."""
+
+    @staticmethod
+    def forward(ctx: Any, solve: Any, rule: Rule, rebuild: Any, *tensors: Tensor) -> Tensors:
+        result: Tensors = solve(rule, *rebuild(tensors))
+        ctx.rule, ctx.rebuild, ctx.count = rule, rebuild, len(result)
+        ctx.save_for_backward(*result, *tensors)
+        return result
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        point, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        with torch.enable_grad():
+            leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, ctx.needs_input_grad[3:], strict=True)]
+            y = [x.detach().requires_grad_() for x in point]
+            weights, tile, past = ctx.rebuild(leaves)
+            f = _guess(tile, _sweep(replace(ctx.rule, surprise=False), weights, tile, past, tuple(y)))
+        adjoint = list(grads)
+        for _ in range(tile.k.shape[1] - 1):
+            pulled = torch.autograd.grad(f, y, adjoint, retain_graph=True)
+            new = [g + p for g, p in zip(grads, pulled, strict=True)]
+            change = max(float((a - b).abs().amax() / b.abs().amax().clamp(min=TINY)) for a, b in zip(adjoint, new, strict=True))
+            adjoint = new
+            if change <= 4 * torch.finfo(tensors[0].dtype).eps:
+                break
+        wanted = [x for x in leaves if x.requires_grad]
+        found = iter(torch.autograd.grad(f, wanted, adjoint, allow_unused=True))
+        return None, None, None, *(next(found) if x.requires_grad else None for x in leaves)
 
 
 def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) -> Keys:
     """The same values, differentiable through each token's own key, value and step only: its past is a constant."""
     activate, derivative = ACTIVATIONS[rule.network.activation]
     past = _Past(*(None if x is None else x.detach() for x in past))  # type: ignore[arg-type]
-    applied = past.products * keys.step.detach().unsqueeze(-2)
-    weights = [w.detach() for w in carry.weights]
-    momentum = [s.detach() for s in carry.momentum]
+    applied = past.products * keys.step.detach().unsqueeze(1)
+    weights = _side_by_side(rule, Carry(*(tuple(w.detach() for w in group) for group in carry[:2]), (), None))
     inputs, pre = [], []
     x = tile.k
-    for layer, w in enumerate(weights):
+    for layer, weight in enumerate(weights):
         x = rule.inputs(x)
         inputs.append(x)
-        s = momentum[layer].mT if momentum else None
-        z = _apply(past, x, w.mT, s, applied, keys.inputs[layer].detach(), keys.deltas[layer].detach())
+        z = _blend(past, torch.bmm(x, weight.forward), weight.out)
+        by = torch.bmm(x, keys.inputs[layer].detach().mT) * applied
+        z = torch.baddbmm(z, by, keys.deltas[layer].detach(), alpha=-1)
         if layer + 1 < len(weights):
             pre.append(z)
             x = activate(z)
     output = output_error(rule, z, tile)
     deltas = [output.delta]
     for layer in range(len(weights) - 1, 0, -1):
-        width = pre[layer - 1].shape[-1]
-        s = momentum[layer][..., :width] if momentum else None
-        left, right = keys.deltas[layer].detach(), keys.inputs[layer][..., :width].detach()
-        back = _apply(past, deltas[-1], weights[layer][..., :width], s, applied, left, right)
+        hidden = weights[layer].hidden
+        back = _blend(past, torch.bmm(deltas[-1], weights[layer].backward), hidden)
+        by = torch.bmm(deltas[-1], keys.deltas[layer].detach().mT) * applied
+        back = torch.baddbmm(back, by, keys.inputs[layer][..., :hidden].detach(), alpha=-1)
         deltas.append(back * derivative(pre[layer - 1]))
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
