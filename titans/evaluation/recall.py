@@ -58,9 +58,9 @@ class RecallConfig:
     bounded: bool = _help(True, "whether the memory's steps are bounded for any input")
     writes: bool = _help(True, "whether the memory is written at all; false is the control")
 
-    steps: int = _help(1000, "training steps at most")
-    horizon: int = _help(2000, "steps over which the cosine takes the learning rate to zero")
+    steps: int = _help(600, "training steps at most")
     warmup: int = _help(50, "steps of linear warm-up")
+    decay: float = _help(1 / 3, "share of the steps, at the end, over which the learning rate falls to zero")
     batch_size: int = _help(32, "sequences a step")
     learning_rate: float = _help(4e-3, "peak learning rate of AdamW")
     clip: float = _help(1.0, "largest gradient norm")
@@ -77,10 +77,10 @@ class RecallConfig:
             raise ValueError(f"pairs must be at most num_keys = {self.num_keys}, got {self.pairs}")
         if self.length < self.shortest:
             raise ValueError(f"length must be at least 3 x pairs = {self.shortest}, got {self.length}")
-        if self.horizon < self.steps:
-            raise ValueError(f"horizon must be at least steps = {self.steps}, got {self.horizon}")
-        if not 0 <= self.warmup <= self.horizon:
-            raise ValueError(f"warmup must be between 0 and horizon = {self.horizon}, got {self.warmup}")
+        if self.warmup < 0:
+            raise ValueError(f"warmup must not be negative, got {self.warmup}")
+        if not 0 <= self.decay <= 1:
+            raise ValueError(f"decay must be in [0, 1], got {self.decay}")
         if self.stop_at is not None and not 0 < self.stop_at <= 1:
             raise ValueError(f"stop_at must be in (0, 1] or none, got {self.stop_at}")
 
@@ -100,7 +100,7 @@ class RecallConfig:
         return 1 / self.num_values
 
     def build_memory(self) -> NeuralMemory:
-        """One memory as described here."""
+        """One memory as described here; NaN passes through it, and is counted, rather than raising an error."""
         return NeuralMemory(
             self.dim,
             heads=self.heads,
@@ -110,9 +110,11 @@ class RecallConfig:
             mode=self.mode,
             conv_kernel=self.conv_kernel,
             momentum=self.momentum,
-            forgetting=self.forgetting,
+            # a memory that is not written must not decay either: how far it has decayed tells of the tokens it read
+            forgetting=self.forgetting and self.writes,
             bounded=self.bounded,
             writes=self.writes,
+            check_values=False,
         )
 
 
@@ -214,11 +216,13 @@ class RecallRun:
 
 
 def learning_rate_factor(config: RecallConfig, step: int) -> float:
-    """Share of the peak learning rate at `step`: linear warm-up, then a cosine to zero at `horizon`."""
-    if step < config.warmup:
-        return (step + 1) / config.warmup
-    progress = (step - config.warmup) / max(1, config.horizon - config.warmup)
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+    """Share of the peak learning rate at `step`: a linear rise, held long, and a linear fall to zero.
+
+    Learning to recall begins on a plateau, and a rate that falls early (a cosine over as few steps) stays there.
+    """
+    rise = (step + 1) / max(1, config.warmup)
+    fall = (config.steps - step) / max(1.0, config.decay * config.steps)
+    return max(0.0, min(1.0, rise, fall))
 
 
 def train_recall(

@@ -23,6 +23,7 @@ from titans.ops.inputs import check_finite
 
 MODES = ("chunked", "exact", "recurrent")
 GATES = ("token", "constant")
+BLOCK = 512  # tokens that are read at a time when no graph is needed
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -187,6 +188,8 @@ class NeuralMemory(nn.Module):
             y = torch.empty_like(x)
             return (y, state, Surprise(empty, empty)) if return_surprise else (y, state)
 
+        if mask is None and not torch.is_grad_enabled() and x.shape[1] > BLOCK:
+            return self._stream(x, state, return_surprise)
         frame = None
         if mask is not None and not bool(mask.all()):
             frame = make_frame(x.shape[1], mask, torch.zeros_like(state.position), max(1, x.shape[1]), None)
@@ -205,6 +208,22 @@ class NeuralMemory(nn.Module):
         if not return_surprise:
             return y, result[1]
         return y, result[1], Surprise(*(frame.take(s) for s in result[2]))  # type: ignore[misc]
+
+    def _stream(
+        self, x: Tensor, state: MemoryState, return_surprise: bool
+    ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
+        """A long stretch without a graph, in blocks that stay in the cache: any split gives the same."""
+        outputs, surprises = [], []
+        start = 0
+        size = BLOCK - int(state.position[0]) % BLOCK  # ends on the chunk grid
+        while start < x.shape[1]:
+            y, state, *surprise = self.forward(x[:, start : start + size], state, None, return_surprise)
+            outputs.append(y)
+            surprises += surprise
+            start, size = start + size, BLOCK
+        if not return_surprise:
+            return torch.cat(outputs, dim=1), state
+        return torch.cat(outputs, dim=1), state, Surprise(*(torch.cat(s, dim=2) for s in zip(*surprises, strict=True)))
 
     def read(self, x: Tensor, state: MemoryState | None = None) -> Tensor:
         """M*(q): what the memory as it stands says to each token of x (batch, time, dim); changes nothing."""

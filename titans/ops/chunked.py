@@ -56,20 +56,20 @@ class ChunkKeys:
 
     def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
         """Gradients of all tokens of a chunk at its anchor."""
-        activate, derivative = ACTIVATIONS[rule.network.activation]
+        activation = ACTIVATIONS[rule.network.activation]
         anchor = carry.anchor or carry.weights
         if rule.first_order:
             anchor = tuple(w.detach() for w in anchor)
-        inputs, pre = [], []
+        inputs, slopes = [], []
         x = tile.k
         for index, weight in enumerate(anchor):
             inputs.append(rule.inputs(x))
             z = torch.bmm(inputs[-1], weight.mT)
             if index + 1 < len(anchor):
-                pre.append(z)
-                x = activate(z)
+                x, slope = activation.with_derivative(z)
+                slopes.append(slope)
         output = output_error(rule, z, tile)
         deltas = [output.delta]
-        for weight, z in zip(reversed(anchor[1:]), reversed(pre), strict=True):
-            deltas.append(torch.bmm(deltas[-1], weight[..., : z.shape[-1]]) * derivative(z))
+        for weight, slope in zip(reversed(anchor[1:]), reversed(slopes), strict=True):
+            deltas.append(torch.bmm(deltas[-1], weight[..., : slope.shape[-1]]) * slope)
         return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)

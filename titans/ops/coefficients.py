@@ -13,7 +13,7 @@ class _GateProducts(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         size = x.shape[-1]
         below = torch.ones(size, size, dtype=torch.bool, device=x.device).tril(-1)
-        products = torch.where(below, x.unsqueeze(-1), 1).cumprod(-2).tril()
+        products = torch.where(below, x.unsqueeze(-1), 1).cumprod(-2).tril_()
         ctx.save_for_backward(products)
         return products
 

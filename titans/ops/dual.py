@@ -22,6 +22,7 @@ from titans.ops.recurrent import TINY, clip_rows
 from titans.ops.state import MemoryState, Surprise
 
 Tensors = tuple[Tensor, ...]
+CACHED_NUMBERS = 1 << 17  # tiles are read together while their tensors stay this small
 
 
 @dataclass(frozen=True)
@@ -127,23 +128,20 @@ def output_error(rule: Rule, z: Tensor, tile: Tile) -> Output:
     return Output(error, delta, loss)
 
 
-def squared_gradient(inputs: Tensors, deltas: Tensors) -> Tensor:
-    """||u_i||^2 = sum over layers of ||delta_i||^2 ||h_i||^2."""
-    total = deltas[0].square().sum(-1) * inputs[0].square().sum(-1)
-    for h, delta in zip(inputs[1:], deltas[1:], strict=True):
-        total = total + delta.square().sum(-1) * h.square().sum(-1)
-    return total
-
-
 def finish_keys(rule: Rule, tile: Tile, inputs: Tensors, deltas: Tensors, output: Output) -> Keys:
-    """Adds the normalised step and the surprise to a key pass's inputs and deltas."""
+    """Adds the normalised step and the surprise, ||u_i||^2 = sum over layers of ||delta_i||^2 ||h_i||^2."""
     if not rule.bounded and not rule.surprise:
         return Keys(inputs, deltas, tile.step, None, None)
-    gradient = squared_gradient(inputs, deltas)
-    step = tile.step
-    if rule.bounded:
-        step = step / (1 + gradient / (output.error.square().sum(-1) + TINY))
-    return Keys(inputs, deltas, step, gradient, output.loss)
+    error = output.error.square().sum(-1)
+    hidden = zip(inputs[:-1], deltas[:-1], strict=True)
+    below = sum(delta.square().sum(-1) * h.square().sum(-1) for h, delta in hidden)
+    last = inputs[-1].square().sum(-1)
+    if tile.norm is None:
+        kappa = last + below / (error + TINY)
+    else:
+        kappa = (below + last * output.delta.square().sum(-1)) / (error + TINY)
+    step = tile.step / (1 + kappa) if rule.bounded else tile.step
+    return Keys(inputs, deltas, step, kappa * error, output.loss)
 
 
 def run_tiles(
@@ -176,8 +174,11 @@ def run_tiles(
         step = step / (1 + (unit @ unit.mT).square().tril(-1).sum(-1)).square()
     prepared = key_pass.prepare(rule, k, None if alpha is None else 1 - alpha, coefficients)
 
-    starts: list[tuple[Tensors, Tensors]] = []
+    widest = max(max(w.shape[-2:]) for w in carry.weights)
+    at_once = max(1, CACHED_NUMBERS // (n * tile * max(widest, tile)))
+    outputs: list[Tensor] = []
     found: list[Keys] = []
+    starts: list[Carry] = []
     for index in range(tiles):
         row = Coefficients(*(None if x is None else x[:, index] for x in coefficients))
         tile_step = step[:, index]
@@ -185,11 +186,16 @@ def run_tiles(
             tile_step = _crowd_before(unit[:, index], carry.gram, tile_step)
         part = Tile(k[:, index], v[:, index], tile_step, tuple(x[:, index] for x in prepared), tokens.norm)
         keys = key_pass(rule, carry, part)
-        starts.append((carry.weights, carry.momentum))
+        starts.append(carry)
         found.append(keys)
         carry = _advance(rule, carry, keys, row, ends[index], None if unit is None else unit[:, index])
+        if len(starts) == at_once or index + 1 == tiles:
+            done = slice(index + 1 - len(starts), index + 1)
+            these = Coefficients(*(None if x is None else x[:, done] for x in coefficients))
+            outputs.append(_read(rule, q[:, done], starts, found[done], these, tokens.norm))
+            starts = []
 
-    y = _read(rule, q, starts, found, coefficients, tokens.norm)
+    y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     if not rule.surprise:
         return carry, (y,)
     gradient = torch.stack([x.gradient for x in found if x.gradient is not None], dim=1).reshape(n, slots)
@@ -222,22 +228,20 @@ def _advance(
             weights.append(torch.baddbmm(kept, (memory_step * delta).mT, h, alpha=-1))
             continue
         s = carry.momentum[index]
-        both = torch.cat([memory_step * delta, (row.momentum_row * keys.step).unsqueeze(-1) * delta], dim=-1)
-        update = both.mT @ h
-        out = delta.shape[-1]
-        weights.append(torch.addcmul(kept, row.c[:, -1, None, None], s) - update[:, :out])
-        momentum.append(row.m[:, -1, None, None] * s - update[:, out:])
+        kept = torch.addcmul(kept, row.c[:, -1, None, None], s)
+        momentum_step = (row.momentum_row * keys.step).unsqueeze(-1)
+        weights.append(torch.baddbmm(kept, (memory_step * delta).mT, h, alpha=-1))
+        momentum.append(torch.baddbmm(row.m[:, -1, None, None] * s, (momentum_step * delta).mT, h, alpha=-1))
     new_weights, new_momentum = tuple(weights), tuple(momentum)
 
     if end is None:
         anchor = (carry.anchor or carry.weights) if rule.anchored else ()
         gram = None if unit is None else _add_gram(carry.gram, unit)
         return Carry(new_weights, new_momentum, anchor, gram)
-    if rule.max_norm is not None:
-        clipped = tuple(_guard(x, rule.max_norm) for x in new_weights)
-        clipped_momentum = tuple(_guard(x, rule.max_norm) for x in new_momentum)
-    else:
-        clipped, clipped_momentum = new_weights, new_momentum
+    clipped, clipped_momentum = new_weights, new_momentum
+    if rule.max_norm is not None and _too_long(new_weights + new_momentum, rule.max_norm):
+        clipped = tuple(clip_rows(x, rule.max_norm) for x in new_weights)
+        clipped_momentum = tuple(clip_rows(x, rule.max_norm) for x in new_momentum)
     if end is True:
         return Carry(clipped, clipped_momentum, (), None)
     assert isinstance(end, Tensor)
@@ -254,26 +258,25 @@ def _add_gram(gram: Tensor | None, unit: Tensor) -> Tensor:
     return unit.mT @ unit if gram is None else torch.baddbmm(gram, unit.mT, unit)
 
 
-def _guard(weight: Tensor, max_norm: float) -> Tensor:
-    """``clip_rows``, skipped on a CPU when no row is too long: multiplying by 1 changes nothing."""
-    if weight.device.type == "cpu" and weight.numel():
-        largest = weight.detach().square().sum(-1).max()
-        if bool(largest <= max_norm * max_norm):
-            return weight
-    return clip_rows(weight, max_norm)
+def _too_long(weights: Tensors, max_norm: float) -> bool:
+    """Whether a row may be longer than ``max_norm``. Off the CPU always yes: asking would cost more than clipping."""
+    if weights[0].device.type != "cpu":
+        return True
+    bounds = (float(w.detach().abs().amax()) * w.shape[-1] ** 0.5 for w in weights if w.numel())
+    return not all(bound <= max_norm for bound in bounds)  # NaN counts as too long
 
 
 def _read(
     rule: Rule,
     q: Tensor,
-    starts: list[tuple[Tensors, Tensors]],
+    starts: list[Carry],
     found: list[Keys],
     coefficients: Coefficients,
     norm: Tensor | None,
 ) -> Tensor:
     """y_t = M_t(q_t) for all tiles at once (Eq. 15): each layer applies the token's own weights in their dual form."""
     n, tiles, tile, _ = q.shape
-    activate, _ = ACTIVATIONS[rule.network.activation]
+    activate = ACTIVATIONS[rule.network.activation].value
 
     def stack(parts: list[Tensor]) -> Tensor:
         if tiles == 1:
@@ -281,7 +284,7 @@ def _read(
         return torch.stack(parts, dim=1).reshape(n * tiles, *parts[0].shape[1:])
 
     def flat(x: Tensor) -> Tensor:
-        return x.reshape(n * tiles, *x.shape[2:])
+        return x.squeeze(1) if tiles == 1 else x.reshape(n * tiles, *x.shape[2:])
 
     applied = flat(coefficients.products) * stack([keys.step for keys in found]).unsqueeze(-2)
     beta = None if coefficients.beta is None else flat(coefficients.beta).unsqueeze(-1)
@@ -290,14 +293,14 @@ def _read(
     depth = len(found[0].deltas)
     for layer in range(depth):
         x = rule.inputs(x)
-        z = x @ stack([w[layer] for w, _ in starts]).mT
+        z = torch.bmm(x, stack([start.weights[layer] for start in starts]).mT)
         if beta is not None:
             z = z * beta
         if c is not None:
-            z = torch.addcmul(z, x @ stack([s[layer] for _, s in starts]).mT, c)
+            z = torch.addcmul(z, torch.bmm(x, stack([start.momentum[layer] for start in starts]).mT), c)
         h = stack([keys.inputs[layer] for keys in found])
         delta = stack([keys.deltas[layer] for keys in found])
-        z = torch.baddbmm(z, (x @ h.mT) * applied, delta, alpha=-1)
+        z = torch.baddbmm(z, torch.bmm(x, h.mT) * applied, delta, alpha=-1)
         x = activate(z) if layer + 1 < depth else z
     y = network_output(rule, x, q0, None if norm is None else norm.repeat_interleave(tiles, 0))
     return y.reshape(n, tiles * tile, -1)
@@ -323,6 +326,11 @@ def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
     return Tokens(*(None if x is None else x[:, start:stop] for x in tokens[:7]), tokens.norm)  # type: ignore[arg-type]
 
 
+def _join(parts: list[Tensors]) -> Tensors:
+    """Consecutive stretches of outputs as one."""
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(group, dim=1) for group in zip(*parts, strict=True))
+
+
 class _Checkpointed(torch.autograd.Function):
     """Runs all groups without a graph, keeps the state at each group's start, and recomputes group by group."""
 
@@ -339,7 +347,7 @@ class _Checkpointed(torch.autograd.Function):
         flat, ctx.final = _flatten_carry(carry)
         finish["carry"] = ctx.final
         finish["outputs"] = len(outputs[0])
-        return *(torch.cat(parts, dim=1) for parts in zip(*outputs, strict=True)), *flat
+        return *_join(outputs), *flat
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -482,7 +490,7 @@ def run_dual(
         for run, start, stop in groups:
             carry, out = run(carry, _slice(tokens, start, stop))
             parts.append(out)
-        outputs = tuple(torch.cat(p, dim=1) if len(p) > 1 else p[0] for p in zip(*parts, strict=True))
+        outputs = _join(parts)
 
     def part(group: Tensors) -> Tensors:
         return tuple(w.unflatten(0, (batch, heads)) for w in group)

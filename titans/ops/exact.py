@@ -202,9 +202,9 @@ def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: 
     likewise with h and delta exchanged. Without a guess the hidden layers' sums are left out. The last layer is solved:
     given its inputs, its deltas are those of a token-by-token pass.
     """
-    activate, derivative = ACTIVATIONS[rule.network.activation]
+    activation = ACTIVATIONS[rule.network.activation]
     depth = len(weights)
-    inputs, pre = [], []
+    inputs, slopes = [], []
     x = tile.k
     for layer in range(depth - 1):
         x = rule.inputs(x)
@@ -213,8 +213,8 @@ def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: 
         if guess is not None:
             products = past.key_products if layer == 0 else torch.bmm(x, x.mT) * past.products
             z = torch.baddbmm(z, products * guess[-1].unsqueeze(1), guess[layer], alpha=-1)
-        pre.append(z)
-        x = activate(z)
+        x, slope = activation.with_derivative(z)
+        slopes.append(slope)
     x = rule.inputs(x)
     inputs.append(x)
     z = _blend(past, torch.bmm(x, weights[-1].forward), weights[-1].out)
@@ -234,7 +234,7 @@ def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: 
         delta, hidden = deltas[-1], weights[layer].hidden
         back = _blend(past, torch.bmm(delta, weights[layer].backward), hidden)
         back = torch.baddbmm(back, torch.bmm(delta, delta.mT) * applied, inputs[layer][..., :hidden], alpha=-1)
-        deltas.append(back * derivative(pre[layer - 1]))
+        deltas.append(back * slopes[layer - 1])
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
 
 
@@ -317,11 +317,11 @@ class _FixedPoint(torch.autograd.Function):
 
 def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) -> Keys:
     """The same values, differentiable through each token's own key, value and step only: its past is a constant."""
-    activate, derivative = ACTIVATIONS[rule.network.activation]
+    activation = ACTIVATIONS[rule.network.activation]
     past = _Past(*(None if x is None else x.detach() for x in past))  # type: ignore[arg-type]
     applied = past.products * keys.step.detach().unsqueeze(1)
     weights = _side_by_side(rule, Carry(*(tuple(w.detach() for w in group) for group in carry[:2]), (), None))
-    inputs, pre = [], []
+    inputs, slopes = [], []
     x = tile.k
     for layer, weight in enumerate(weights):
         x = rule.inputs(x)
@@ -330,8 +330,8 @@ def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) 
         by = torch.bmm(x, keys.inputs[layer].detach().mT) * applied
         z = torch.baddbmm(z, by, keys.deltas[layer].detach(), alpha=-1)
         if layer + 1 < len(weights):
-            pre.append(z)
-            x = activate(z)
+            x, slope = activation.with_derivative(z)
+            slopes.append(slope)
     output = output_error(rule, z, tile)
     deltas = [output.delta]
     for layer in range(len(weights) - 1, 0, -1):
@@ -339,5 +339,5 @@ def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) 
         back = _blend(past, torch.bmm(deltas[-1], weights[layer].backward), hidden)
         by = torch.bmm(deltas[-1], keys.deltas[layer].detach().mT) * applied
         back = torch.baddbmm(back, by, keys.inputs[layer][..., :hidden].detach(), alpha=-1)
-        deltas.append(back * derivative(pre[layer - 1]))
+        deltas.append(back * slopes[layer - 1])
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,35 +15,41 @@ from torch import Tensor
 LAYER_NORM_EPS = 1e-6
 
 
-def _silu_derivative(z: Tensor) -> Tensor:
+def _silu(z: Tensor) -> tuple[Tensor, Tensor]:
     gate = torch.sigmoid(z)
-    return gate * (1 + z * (1 - gate))
+    value = z * gate
+    return value, torch.addcmul(gate, value, 1 - gate)
 
 
-def _gelu_derivative(z: Tensor) -> Tensor:
+def _gelu(z: Tensor) -> tuple[Tensor, Tensor]:
+    below = 0.5 * (1 + torch.erf(z / math.sqrt(2)))
     density = torch.exp(-0.5 * z.square()) / math.sqrt(2 * math.pi)
-    return 0.5 * (1 + torch.erf(z / math.sqrt(2))) + z * density
+    return z * below, below + z * density
 
 
-def _gelu_tanh_derivative(z: Tensor) -> Tensor:
+def _gelu_tanh(z: Tensor) -> tuple[Tensor, Tensor]:
     scale = math.sqrt(2 / math.pi)
     tanh = torch.tanh(scale * (z + 0.044715 * z**3))
-    return 0.5 * (1 + tanh) + 0.5 * z * (1 - tanh.square()) * scale * (1 + 3 * 0.044715 * z.square())
+    slope = 0.5 * z * (1 - tanh.square()) * scale * (1 + 3 * 0.044715 * z.square())
+    return 0.5 * z * (1 + tanh), 0.5 * (1 + tanh) + slope
 
 
-def _gelu_tanh(z: Tensor) -> Tensor:
-    return F.gelu(z, approximate="tanh")
+def _relu(z: Tensor) -> tuple[Tensor, Tensor]:
+    return F.relu(z), (z > 0).to(z.dtype)
 
 
-def _relu_derivative(z: Tensor) -> Tensor:
-    return (z > 0).to(z.dtype)
+class Activation(NamedTuple):
+    """An activation: ``value(z)`` alone, and ``with_derivative(z)``, which shares the work."""
+
+    value: Callable[[Tensor], Tensor]
+    with_derivative: Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
-ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
-    "silu": (F.silu, _silu_derivative),
-    "gelu": (F.gelu, _gelu_derivative),
-    "gelu_tanh": (_gelu_tanh, _gelu_tanh_derivative),
-    "relu": (F.relu, _relu_derivative),
+ACTIVATIONS = {
+    "silu": Activation(F.silu, _silu),
+    "gelu": Activation(F.gelu, _gelu),
+    "gelu_tanh": Activation(partial(F.gelu, approximate="tanh"), _gelu_tanh),
+    "relu": Activation(F.relu, _relu),
 }
 
 
@@ -74,7 +82,7 @@ class MemoryMLP:
             raise ValueError(f"activation is {self.activation!r}; expected one of {', '.join(ACTIVATIONS)}")
 
     def __call__(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
-        activate, _ = ACTIVATIONS[self.activation]
+        activate = ACTIVATIONS[self.activation].value
         h = x
         for index, weight in enumerate(weights):
             z = (append_one(h) if self.bias else h) @ weight.mT
