@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.layers.conv import causal_conv
 from titans.ops import (
     MemoryMLP,
     MemoryState,
@@ -24,6 +25,7 @@ from titans.ops.inputs import check_finite
 MODES = ("chunked", "exact", "recurrent")
 GATES = ("token", "constant")
 BLOCK = 512  # tokens that are read at a time when no graph is needed
+UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -51,7 +53,7 @@ class NeuralMemory(nn.Module):
         max_norm: with ``bounded``, the largest norm that a row of a memory weight may keep.
         writes: False switches the memory off: theta = 0, it stays at its learned start.
         first_order: cheaper outer gradients that treat the weights of the inner gradient as constants.
-        checkpoint_every: chunks between two states that the backward pass keeps.
+        checkpoint_every: chunks between two states that the backward pass keeps; default: as memory allows.
         check_values: refuse NaN and infinities in the input with an error that says where.
     """
 
@@ -78,7 +80,7 @@ class NeuralMemory(nn.Module):
         max_norm: float = 100.0,
         writes: bool = True,
         first_order: bool = False,
-        checkpoint_every: int = 8,
+        checkpoint_every: int | None = None,
         check_values: bool = True,
     ) -> None:
         super().__init__()
@@ -279,9 +281,10 @@ class NeuralMemory(nn.Module):
             qkv = causal_conv(padded, self.conv.to(qkv.dtype))
         qkv = F.silu(qkv).unflatten(-1, (3, self.heads, self.head_dim))
         q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) for x in (q, k))
         if self.bounded:  # the output is normalised, so a value's direction is what counts
-            v = v * torch.rsqrt(1 + v.square().sum(-1, keepdim=True))
-        return F.normalize(q, dim=-1, eps=1e-6), F.normalize(k, dim=-1, eps=1e-6), v, conv
+            v = v * torch.rsqrt(v.square().sum(-1, keepdim=True) + 1)
+        return q, k, v, conv
 
     def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""
@@ -343,13 +346,3 @@ class NeuralMemory(nn.Module):
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""
         return f"dim={self.dim}, heads={self.heads}, depth={self.depth}, mode={self.mode}, chunk={self.chunk_size}"
-
-
-def causal_conv(padded: Tensor, kernel: Tensor) -> Tensor:
-    """Depthwise causal convolution: (batch, time + width - 1, channels), (width, channels) -> (batch, time, channels)."""
-    width = kernel.shape[0]
-    time = padded.shape[1] - width + 1
-    y = padded[:, :time] * kernel[0]
-    for offset in range(1, width):
-        y = torch.addcmul(y, padded[:, offset : offset + time], kernel[offset])
-    return y

@@ -29,7 +29,7 @@ def neural_memory_chunked(
     max_norm: float | None = None,
     first_order: bool = False,
     return_surprise: bool = False,
-    checkpoint_every: int = 8,
+    checkpoint_every: int | None = None,
     check_values: bool = True,
 ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
     """What ``neural_memory_recurrent`` with this ``chunk_size`` gives, many times faster (Eq. 16 to 18, Algorithm 2).
@@ -37,7 +37,8 @@ def neural_memory_chunked(
     The arguments are those of :func:`titans.ops.neural_memory_recurrent`, and:
         chunk_size: part of the model: a memory trained with one is a different model with another.
         max_norm: checked at the end of every chunk.
-        checkpoint_every: the backward pass keeps the state at every so many chunks and recomputes what lies between.
+        checkpoint_every: the backward pass keeps the state at every so many chunks and recomputes what lies between;
+            default: so many that their graph takes about 128 MB.
     """
     return call_dual(
         ChunkKeys(), q, k, v, theta, alpha, eta, state,

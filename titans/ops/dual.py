@@ -22,6 +22,7 @@ from titans.ops.recurrent import TINY, clip_rows
 from titans.ops.state import MemoryState, Surprise
 
 Tensors = tuple[Tensor, ...]
+GRAPH_NUMBERS = 1 << 25  # a tile's graph holds about 20 tensors a layer; between two checkpoints so many numbers
 CACHED_NUMBERS = 1 << 17  # tiles are read together while their tensors stay this small
 
 
@@ -432,7 +433,7 @@ def run_dual(
     alpha: Tensor | None,
     eta: Tensor | None,
     state: MemoryState,
-    checkpoint_every: int,
+    checkpoint_every: int | None,
 ) -> tuple[Tensor, MemoryState, Surprise | None]:
     """Runs a whole call (batch, heads, time, width) through the dual form.
 
@@ -477,6 +478,9 @@ def run_dual(
 
         return run, start * frame.tile, stop * frame.tile
 
+    if checkpoint_every is None:
+        widest = max(frame.tile, *(max(w.shape[-2:]) for w in carry.weights))
+        checkpoint_every = GRAPH_NUMBERS // (20 * len(carry.weights) * batch * heads * frame.tile * widest)
     every = max(1, checkpoint_every)
     groups = [group(i, min(i + every, frame.tiles)) for i in range(0, frame.tiles, every)]
     tensors, rebuild = _flatten(carry, tokens)

@@ -43,7 +43,7 @@ def neural_memory_exact(
     decay_first: bool = False,
     first_order: bool = False,
     return_surprise: bool = False,
-    checkpoint_every: int = 8,
+    checkpoint_every: int | None = None,
     check_values: bool = True,
     residuals: list[Tensor] | None = None,
 ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
@@ -58,7 +58,8 @@ def neural_memory_exact(
             ``chunk_size`` times. The residual sees the whole tile, so the future then decides how often the past is
             refined: not for a model that must be causal to the last bit.
         guard_every: with ``max_norm``, how many tokens lie between two checks.
-        checkpoint_every: the backward pass keeps the state at every so many tiles and recomputes what lies between.
+        checkpoint_every: the backward pass keeps the state at every so many tiles and recomputes what lies between;
+            default: so many that their graph takes about 128 MB.
         residuals: a list that receives each tile's last relative change, a scalar tensor; empty for linear memory.
     """
     if sweeps is not None and sweeps < 0:

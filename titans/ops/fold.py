@@ -36,7 +36,7 @@ def call_dual(
     decay_first: bool,
     first_order: bool,
     return_surprise: bool,
-    checkpoint_every: int,
+    checkpoint_every: int | None,
     check_values: bool,
 ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
     """Checks a call of ``neural_memory_chunked`` or ``neural_memory_exact`` and runs it."""
@@ -44,7 +44,7 @@ def call_dual(
         q, k, v, theta, alpha, eta, state,
         chunk_size=tile, network=network, loss=loss, mask=mask, max_norm=max_norm, check_values=check_values,
     )  # fmt: skip
-    if checkpoint_every < 1:
+    if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every is {checkpoint_every}; expected a whole number of at least 1")
     if period is not None and bool((state.position >= period).any()):
         raise ValueError(
