@@ -110,8 +110,7 @@ class RecallConfig:
             mode=self.mode,
             conv_kernel=self.conv_kernel,
             momentum=self.momentum,
-            # a memory that is not written must not decay either: how far it has decayed tells of the tokens it read
-            forgetting=self.forgetting and self.writes,
+            forgetting=self.forgetting,
             bounded=self.bounded,
             writes=self.writes,
             check_values=False,

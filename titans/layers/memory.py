@@ -51,7 +51,7 @@ class NeuralMemory(nn.Module):
         theta_max: the largest step; the step is theta_max * sigmoid(.) * (1 - eta).
         bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
         max_norm: with ``bounded``, the largest norm that a row of a memory weight may keep.
-        writes: False switches the memory off: theta = 0, it stays at its learned start.
+        writes: False switches the memory off: nothing is written or forgotten, it stays at its learned start.
         first_order: cheaper outer gradients that treat the weights of the inner gradient as constants.
         checkpoint_every: chunks between two states that the backward pass keeps; default: as memory allows.
         check_values: refuse NaN and infinities in the input with an error that says where.
@@ -302,9 +302,10 @@ class NeuralMemory(nn.Module):
         theta = self.theta_max * gate["theta"]
         if eta is not None:
             theta = theta * (1 - eta)
-        if not self.writes:
-            theta = theta * 0
-        return theta, gate.get("alpha"), eta
+        alpha = gate.get("alpha")
+        if not self.writes:  # nothing written and nothing forgotten: M_0, whatever the tokens are
+            theta, alpha = theta * 0, None
+        return theta, alpha, eta
 
     def _run(
         self,

@@ -309,7 +309,7 @@ class _FixedPoint(torch.autograd.Function):
             new = [g + p for g, p in zip(grads, pulled, strict=True)]
             change = max(float((a - b).abs().amax() / b.abs().amax().clamp(min=TINY)) for a, b in zip(adjoint, new, strict=True))
             adjoint = new
-            if change <= 4 * torch.finfo(tensors[0].dtype).eps:
+            if change <= torch.finfo(tensors[0].dtype).eps ** 0.75:
                 break
         wanted = [x for x in leaves if x.requires_grad]
         found = iter(torch.autograd.grad(f, wanted, adjoint, allow_unused=True))
