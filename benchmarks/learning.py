@@ -34,12 +34,11 @@ CHUNK = 16
 
 ROWS: dict[str, dict[str, Any]] = {
     "exact-depth-1": {"mode": "exact", "depth": 1},
-    "exact-depth-2": {"mode": "exact", "depth": 2},
+    "exact-depth-2": {},  # the default of NeuralMemory; the rows from no-momentum on change one thing in it
     "chunked-depth-1-bounded": {"mode": "chunked", "depth": 1, "chunk_size": CHUNK, "bounded": True},
     "chunked-depth-1-unbounded": {"mode": "chunked", "depth": 1, "chunk_size": CHUNK, "bounded": False},
     "chunked-depth-2-bounded": {"mode": "chunked", "depth": 2, "chunk_size": CHUNK, "bounded": True},
     "chunked-depth-2-unbounded": {"mode": "chunked", "depth": 2, "chunk_size": CHUNK, "bounded": False},
-    "default": {},
     "no-momentum": {"momentum": False},
     "no-forgetting": {"forgetting": False},
     "no-convolution": {"conv_kernel": 0},

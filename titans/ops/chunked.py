@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from titans.ops.coefficients import Coefficients
-from titans.ops.dual import Carry, Keys, Rule, Tensors, Tile, finish_keys, output_error
+from titans.ops.dual import Carry, Keys, Rule, Stretch, Tensors, Tile, Tokens, finish_keys, output_error
 from titans.ops.fold import call_dual
 from titans.ops.network import ACTIVATIONS, MemoryMLP
 from titans.ops.state import MemoryState, Surprise
@@ -51,7 +51,12 @@ def neural_memory_chunked(
 class ChunkKeys:
     """The chunked rule's key pass: forward and backpropagate all keys of a chunk through its anchor."""
 
-    def prepare(self, rule: Rule, k: Tensor, keep: Tensor | None, coefficients: Coefficients) -> Tensors:
+    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> None:
+        """There is no shortcut."""
+
+    def prepare(
+        self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients
+    ) -> Tensors:
         """Nothing: all of it depends on the anchor."""
         return ()
 

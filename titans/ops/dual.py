@@ -40,6 +40,11 @@ class Rule:
     decay_first: bool
     surprise: bool
 
+    @property
+    def scale(self) -> int:
+        """The factor that the loss puts before its gradient: it goes into the step, not into the deltas."""
+        return 2 if self.squared else 1
+
     def inputs(self, x: Tensor) -> Tensor:
         """What a weight multiplies: x, or [x, 1] if the memory has biases."""
         return append_one(x) if self.network.bias else x
@@ -67,6 +72,13 @@ class Tokens(NamedTuple):
     norm: Tensor | None  # (batch * heads, 2, width): the network's LayerNorm, not per token
 
 
+class Stretch(NamedTuple):
+    """Consecutive tiles: their size, and for each whether a boundary of the grid follows it (see ``Frame.ends``)."""
+
+    tile: int
+    ends: tuple[bool | Tensor | None, ...]
+
+
 class Tile(NamedTuple):
     """One tile's share of the tokens and coefficients, as a key pass sees it."""
 
@@ -90,8 +102,14 @@ class Keys(NamedTuple):
 class KeyPass(Protocol):
     """Finds where each token's gradient points; the one thing in which the chunked and the exact rule differ."""
 
-    def prepare(self, rule: Rule, k: Tensor, keep: Tensor | None, coefficients: Coefficients) -> Tensors:
-        """What can be computed for all tiles at once, from k (n, tiles, b, width); each tensor (n, tiles, ...)."""
+    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors] | None:
+        """All of :func:`run_tiles` done in another way, with gradients; None if there is no such way."""
+        ...
+
+    def prepare(
+        self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients
+    ) -> Tensors:
+        """What can be computed for all tiles of a stretch at once; each tensor (n, tiles, ...)."""
         ...
 
     def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
@@ -146,18 +164,14 @@ def finish_keys(rule: Rule, tile: Tile, inputs: Tensors, deltas: Tensors, output
 
 
 def run_tiles(
-    rule: Rule,
-    key_pass: KeyPass,
-    tile: int,
-    ends: tuple[bool | Tensor | None, ...],
-    carry: Carry,
-    tokens: Tokens,
+    rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tokens: Tokens
 ) -> tuple[Carry, Tensors]:
     """Runs consecutive tiles: the key passes and writes one after another, then all their reads at once.
 
     Returns the carry after them and (y,) or (y, ||u||^2, l) for every slot.
     """
     n, slots, _ = tokens.k.shape
+    tile, ends = stretch
     tiles = slots // tile
 
     def split(x: Tensor | None) -> Tensor | None:
@@ -166,14 +180,14 @@ def run_tiles(
     q, k, v, theta, alpha, eta, live = (split(x) for x in tokens[:7])
     assert q is not None and k is not None and v is not None and theta is not None
     coefficients = tile_coefficients(theta, alpha, eta, live)
-    step = 2 * theta if rule.squared else theta
+    step = rule.scale * theta
     unit = None
     if rule.crowding:
         unit = k / (torch.linalg.vector_norm(k, dim=-1, keepdim=True) + TINY)
         if live is not None:
             unit = unit * live.unsqueeze(-1)
         step = step / (1 + (unit @ unit.mT).square().tril(-1).sum(-1)).square()
-    prepared = key_pass.prepare(rule, k, None if alpha is None else 1 - alpha, coefficients)
+    prepared = key_pass.prepare(rule, stretch, carry, tokens, coefficients)
 
     widest = max(max(w.shape[-2:]) for w in carry.weights)
     at_once = max(1, CACHED_NUMBERS // (n * tile * max(widest, tile)))
@@ -201,7 +215,7 @@ def run_tiles(
         return carry, (y,)
     gradient = torch.stack([x.gradient for x in found if x.gradient is not None], dim=1).reshape(n, slots)
     loss = torch.stack([x.loss for x in found if x.loss is not None], dim=1).reshape(n, slots)
-    return carry, (y, 4 * gradient if rule.squared else gradient, loss)
+    return carry, (y, rule.scale**2 * gradient, loss)
 
 
 def _crowd_before(unit: Tensor, gram: Tensor, step: Tensor) -> Tensor:
@@ -474,7 +488,7 @@ def run_dual(
     def group(start: int, stop: int) -> tuple[Any, int, int]:
         def run(carry: Carry, part: Tokens) -> tuple[Carry, Tensors]:
             with torch.autocast(part.q.device.type, enabled=False):
-                return run_tiles(rule, key_pass, frame.tile, frame.ends[start:stop], carry, part)
+                return run_tiles(rule, key_pass, Stretch(frame.tile, frame.ends[start:stop]), carry, part)
 
         return run, start * frame.tile, stop * frame.tile
 
@@ -484,7 +498,10 @@ def run_dual(
     every = max(1, checkpoint_every)
     groups = [group(i, min(i + every, frame.tiles)) for i in range(0, frame.tiles, every)]
     tensors, rebuild = _flatten(carry, tokens)
-    if len(groups) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    whole = key_pass.shortcut(rule, Stretch(frame.tile, frame.ends), carry, tokens)
+    if whole is not None:
+        carry, outputs = whole
+    elif len(groups) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         finish: dict[str, Any] = {}
         results = _Checkpointed.apply(groups, rebuild, finish, *tensors)
         outputs = results[: finish["outputs"]]

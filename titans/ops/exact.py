@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from titans.ops import native
 from titans.ops.coefficients import Coefficients
-from titans.ops.dual import Carry, Keys, Output, Rule, Tensors, Tile, finish_keys, output_error
+from titans.ops.dual import Carry, Keys, Output, Rule, Stretch, Tensors, Tile, Tokens, finish_keys, output_error
 from titans.ops.fold import call_dual
 from titans.ops.network import ACTIVATIONS, MemoryMLP
 from titans.ops.recurrent import TINY
@@ -108,7 +109,16 @@ class ExactKeys:
     tolerance: float | None
     residuals: list[Tensor] | None
 
-    def prepare(self, rule: Rule, k: Tensor, keep: Tensor | None, coefficients: Coefficients) -> Tensors:
+    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors] | None:
+        """The compiled loop, where it can do the work and nobody asked for sweeps."""
+        by_sweeps = self.sweeps is not None or self.tolerance is not None or self.residuals is not None
+        if by_sweeps or not native.available(rule, carry):
+            return None
+        return native.run_native(rule, stretch, carry, tokens)
+
+    def prepare(
+        self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients
+    ) -> Tensors:
         """The coefficients of M_{t-1} instead of M_t, and the products of keys."""
         products = F.pad(coefficients.products[..., :-1, :], (0, 0, 1, 0))
         rows = []
@@ -116,10 +126,10 @@ class ExactKeys:
             rows.append(F.pad(coefficients.beta[..., :-1], (1, 0), value=1.0).unsqueeze(-1))
         if coefficients.c is not None:
             rows.append(F.pad(coefficients.c[..., :-1], (1, 0)).unsqueeze(-1))
-        if rule.decay_first and keep is not None:
-            decay = keep.unsqueeze(-1)
+        if rule.decay_first and tokens.alpha is not None:
+            decay = (1 - tokens.alpha).unflatten(1, (-1, stretch.tile)).unsqueeze(-1)
             products, rows = products * decay, [row * decay for row in rows]
-        x = rule.inputs(k)
+        x = rule.inputs(tokens.k).unflatten(1, (-1, stretch.tile))
         return products, (x @ x.mT) * products, *rows
 
     def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:

@@ -1,0 +1,411 @@
+"""What a million tokens do to a memory: memory in use, speed, bounds, and whether it can still learn afterwards.
+
+    python benchmarks/streaming.py --out runs/streaming
+    python benchmarks/streaming.py --out runs/streaming --tokens 50000 --rows stream-exact-1 bounds-default-exact-1
+
+`stream` and `decode` read random tokens, in calls of 4,096 and one at a time: neither the process nor the time of a
+call may grow. `bounds` reads the streams of `STREAMS`, made to break a memory, as the rows of one batch (every row has
+a state of its own), with parameters as they are at the start and with two sets that are harder to bear (`SETTINGS`).
+Then it writes fresh tokens into the memory that has read all that, and counts how often each must be seen.
+
+Every row runs in a process of its own, one after another. A finished one is a JSON file in the output folder, and is
+not run again. The tables are printed at the end and written to `table.md` beside them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and in the processes that load this file
+
+import psutil
+import torch
+from torch import Tensor
+
+from titans import MemoryState, NeuralMemory
+from titans.evaluation.demo import write_atomically
+
+CALL = 4096  # tokens a call of `stream`
+BOUNDS_CALL = 512  # tokens a call of `bounds`: the norms are looked at after each
+WARM_UP = 10  # calls before memory in use is taken as a base
+DECODED = 20_000  # tokens of `decode`, at most
+MAX_GROWTH = 20.0  # MB
+MIN_SPEED = 0.9  # of the last tenth, over that of the first
+
+CHUNK = 64  # the chunked rule's, and the period of the exact rule's guard
+BOUNDS_DIM = 64  # one head: small enough that a million tokens take minutes
+SPIKE_EVERY, LARGE = 10_000, 1e4
+RHYTHMS = (1, 2, 4, 8, 16, 32, 64, 128, 256)  # tokens on and tokens off that `resonance` is tuned over
+TUNING_TOKENS = 2048
+
+PROBES = 4  # fresh tokens, each written into its own copy of the memory
+PRESENTATIONS = (4, 8, 16, 32, 64, 128, 256, 512, 1024)  # the convolutions are full after 4
+LEARNED = 0.1  # of a value's energy is missing when it counts as learned
+LEARNABLE = 0.5  # a fresh token of which a new memory misses more, after all presentations, is no probe
+FALL = 10  # a loss that has fallen by so much counts too
+MAX_EFFORT = 4  # times the presentations that a new memory needs
+
+SETTINGS = ("default", "fast", "wild")
+MODES, DEPTHS = ("exact", "chunked"), (1, 2)
+RULES = [(mode, depth) for mode in MODES for depth in DEPTHS]
+ROWS = [
+    *(f"{kind}-{mode}-{depth}" for kind in ("stream", "decode") for mode, depth in RULES),
+    *(f"bounds-{setting}-{mode}-{depth}" for setting in SETTINGS for mode, depth in RULES),
+]
+
+
+def make_memory(setting: str, mode: str, depth: int, dim: int = BOUNDS_DIM, seed: int = 0) -> NeuralMemory:
+    """A memory of one head with random parameters.
+
+    default: as a new memory has them. fast: steps at their largest, momentum 0.99, next to no forgetting. wild: gates
+    that swing with the token over all of (0, 1), sharper keys, longer convolutions, a start that is far from zero.
+    """
+    torch.manual_seed(seed)
+    memory = NeuralMemory(dim, heads=1, depth=depth, mode=mode)
+    with torch.no_grad():
+        if setting == "fast":
+            gates = {"theta": 12.0, "alpha": -12.0, "eta": math.log(99)}
+            memory.to_gates.bias.copy_(torch.tensor([gates[name] for name in memory.gate_names]))
+        if setting == "wild":
+            memory.to_gates.weight.normal_(std=3 * dim**-0.5)
+            memory.to_qkv.weight.normal_(std=3 * dim**-0.5)
+            memory.conv.normal_(std=0.5)
+            for weight in memory.initial:
+                weight.normal_(std=2 * weight.shape[-1] ** -0.5)
+    return memory
+
+
+# Streams: name -> (start, length) -> (length, dim). Any stretch of a stream can be had without what lies before it.
+
+Stream = Callable[[int, int], Tensor]
+
+
+def make_streams(memory: NeuralMemory, seed: int = 0) -> dict[str, Stream]:
+    """Ordinary input, and inputs that try to break `memory`; the last two are made for it."""
+    generator = torch.Generator().manual_seed(1000 + seed)
+    a, b = torch.randn(2, memory.dim, generator=generator)
+    other = contradiction(memory, a)
+    on, off = worst_rhythm(memory, a)
+
+    def at(choose: Callable[[Tensor], Tensor], *vectors: Tensor) -> Stream:
+        """`choose` says which of the vectors stands at each position."""
+        return lambda start, length: torch.stack(vectors)[choose(torch.arange(start, start + length)).long()]
+
+    def random(start: int, length: int) -> Tensor:
+        return torch.randn(length, memory.dim, generator=torch.Generator().manual_seed(seed + start))
+
+    zero = torch.zeros_like(a)
+    return {
+        "random": random,
+        "constant": at(lambda t: 0 * t, a),
+        "alternating": at(lambda t: t % 2, a, b),
+        "zeros": at(lambda t: 0 * t, zero),
+        "large": lambda start, length: LARGE * random(start, length),
+        "spikes": at(lambda t: t % SPIKE_EVERY == SPIKE_EVERY // 20, zero, LARGE * a),
+        "resonance": at(lambda t: t % (on + off) >= on, a, zero),
+        "blocks": at(lambda t: t // CHUNK % 2, a, other),
+    }
+
+
+STREAMS = ("random", "constant", "alternating", "zeros", "large", "spikes", "resonance", "blocks")
+
+
+def contradiction(memory: NeuralMemory, x: Tensor) -> Tensor:
+    """A token of nearly the same key as `x` and of another value: x, moved where values change most and keys least."""
+    _, key, value = (w.detach().double() for w in memory.to_qkv.weight.chunk(3))
+    ridge = 1e-3 * torch.eye(memory.dim, dtype=torch.float64)
+    factor = torch.linalg.cholesky(key.mT @ key + ridge)
+    half = torch.linalg.solve_triangular(factor, value.mT, upper=False)
+    direction = torch.linalg.solve_triangular(factor.mT, torch.linalg.svd(half).U[:, :1], upper=True)[:, 0]
+    return x + x.norm() * (direction / direction.norm()).to(x)
+
+
+@torch.no_grad()
+def worst_rhythm(memory: NeuralMemory, x: Tensor) -> tuple[int, int]:
+    """How long to hold `x`, and then nothing, to make the state grow most: while held, momentum builds up, and then
+    nothing stops it."""
+    pairs = [(on, off) for on in RHYTHMS for off in RHYTHMS]
+    t = torch.arange(TUNING_TOKENS)
+    held = torch.stack([t % (on + off) < on for on, off in pairs])
+    _, state = memory(held.unsqueeze(-1) * x)
+    size = torch.stack(list(state.norms().values())).nan_to_num(math.inf, math.inf).amax((0, 1, 3))
+    return pairs[int(size.argmax())]
+
+
+# What a memory that has read a stream is worth.
+
+
+@torch.no_grad()
+def missing_after_writing(memory: NeuralMemory, state: MemoryState, tokens: Tensor) -> Tensor:
+    """Writes each of `tokens` (batch, dim) over and over into its row of `state`.
+
+    Returns which part of its value is missing before, and after each of `PRESENTATIONS`, (batch, 1 + presentations):
+    l(M; k, v) / ||v||^2 with the weights as they stand, which is 1 for an empty memory.
+    """
+    looking = copy.copy(memory)  # shares its parameters, and writes nothing
+    looking.writes, looking.mode, looking.chunk_size = False, "exact", 8
+
+    def missing(state: MemoryState) -> Tensor:
+        x = tokens.unsqueeze(1).expand(-1, max(1, memory.conv_kernel), -1)  # the last has a convolution of its own
+        empty = state.map(lambda x: torch.zeros_like(x) if x.ndim == 4 else x)
+        loss, energy = (looking(x, s, return_surprise=True)[2].loss[..., -1].sum(1) for s in (state, empty))
+        return loss / energy
+
+    found, seen = [missing(state)], 0
+    for count in PRESENTATIONS:
+        _, state = memory(tokens.unsqueeze(1).expand(-1, count - seen, -1), state)
+        found.append(missing(state))
+        seen = count
+    return torch.stack(found, dim=1)
+
+
+def presentations_needed(missing: Tensor, target: Tensor) -> list[int | None]:
+    """From when on each row of `missing` stays below its target, as far as looked; None: never."""
+    needed: list[int | None] = []
+    for row in (missing[:, 1:] <= target.unsqueeze(1)).tolist():
+        late = max((i for i, learned in enumerate(row) if not learned), default=-1) + 1
+        needed.append(PRESENTATIONS[late] if late < len(PRESENTATIONS) else None)
+    return needed
+
+
+def relearn(memory: NeuralMemory, state: MemoryState, seed: int = 0) -> dict[str, Any]:
+    """Fresh random tokens written into each row of `state`, and into a new memory, which sets the standard.
+
+    A token counts as learned when a tenth of its value is missing, or twice of what a new memory ends with if that is
+    more (forgetting goes on while it is written). A row learns if, within `MAX_EFFORT` times the presentations that a
+    new memory needs, every token is learned or its loss has fallen by `FALL`: what a stream left behind may take time
+    to overwrite, but not more than in proportion. Tokens that a new memory does not take in are no probes, and the
+    convolutions start empty in both.
+    """
+    tokens = torch.randn(64, memory.dim, generator=torch.Generator().manual_seed(2000 + seed))
+    new = missing_after_writing(memory, memory.init_state(len(tokens)).detach(), tokens)
+    chosen = (new[:, -1] <= LEARNABLE).nonzero()[:PROBES, 0]
+    tokens, new = tokens[chosen], new[chosen]
+    target = (2 * new[:, -1]).clamp(min=LEARNED)
+    standard = presentations_needed(new, target)
+    rows, probes = state.batch_size, len(tokens)
+    copies = state.reorder(torch.arange(rows).repeat_interleave(probes))
+    copies = replace(copies, conv=tuple(torch.zeros_like(x) for x in copies.conv))
+    old = missing_after_writing(memory, copies, tokens.repeat(rows, 1)).unflatten(0, (rows, probes))
+    result: dict[str, Any] = {"new": standard, "new_missing": _numbers(new), "rows": []}
+    for missing in old:
+        needed = presentations_needed(missing, target)
+        learns = probes > 0
+        for own, base, curve in zip(needed, standard, missing, strict=True):
+            limit = min(MAX_EFFORT * (base or PRESENTATIONS[-1]), PRESENTATIONS[-1])
+            fell = bool(curve[1 + PRESENTATIONS.index(limit)] * FALL <= curve[0])
+            learns &= fell or (own is not None and own <= limit)
+        result["rows"].append({"needed": needed, "missing": _numbers(missing), "learns": learns})
+    return result
+
+
+@torch.no_grad()
+def run_bounds(memory: NeuralMemory, tokens: int, seed: int = 0, progress: bool = False) -> dict[str, Any]:
+    """Reads all streams side by side, up to the end of the last whole chunk, and then fresh tokens."""
+    tokens -= tokens % CHUNK
+    streams = make_streams(memory, seed)
+    rows = len(streams)
+    state = memory.init_state(rows)
+    largest = {name: torch.zeros(rows) for name in ("weights", "momentum", "output")}
+    finite = torch.ones(rows, dtype=torch.bool)
+    seconds = []
+    for start in range(0, tokens, BOUNDS_CALL):
+        length = min(BOUNDS_CALL, tokens - start)
+        x = torch.stack([stream(start, length) for stream in streams.values()])
+        before = time.perf_counter()
+        y, state = memory(x, state)
+        seconds.append(time.perf_counter() - before)
+        now = {name: norm.amax((0, 2)) for name, norm in state.norms().items()} | {"output": y.abs().amax((1, 2))}
+        for name, value in now.items():
+            finite &= value.isfinite()
+            largest[name] = torch.maximum(largest[name], value)
+        if progress and start // BOUNDS_CALL % 200 == 0:
+            print(f"  {start:,} of {tokens:,} tokens, {sum(seconds):.0f} s", file=sys.stderr, flush=True)
+    last = {f"last_{name}": norm.amax((0, 2)) for name, norm in state.norms().items()}
+    learned = relearn(memory, state.detach(), seed)
+    result: dict[str, Any] = {"streams": {}, "speed": _speed(seconds)}
+    result |= {key: learned[key] for key in ("new", "new_missing")}
+    result["tokens_per_second"] = round(rows * tokens / sum(seconds))
+    for i, name in enumerate(streams):
+        figures = {key: _numbers(value[i]) for key, value in (largest | last).items()}
+        result["streams"][name] = {"finite": bool(finite[i]), **figures, **learned["rows"][i]}
+    return result
+
+
+@torch.no_grad()
+def run_stream(memory: NeuralMemory, tokens: int, call: int, progress: bool = False) -> dict[str, Any]:
+    """Reads random tokens in calls of `call`; growth is that of the process, after a warm-up, in MB."""
+    generator = torch.Generator().manual_seed(0)
+    process = psutil.Process()
+    state = memory.init_state(1)
+    seconds, resident, base = [], 0, 0
+    finite = True
+    for index, start in enumerate(range(0, tokens, call)):
+        x = torch.randn(1, min(call, tokens - start), memory.dim, generator=generator)
+        before = time.perf_counter()
+        y, state = memory(x, state)
+        if x.shape[1] == call:
+            seconds.append(time.perf_counter() - before)
+        finite &= bool(y.isfinite().all())
+        now = process.memory_info().rss
+        base = now if index < WARM_UP else base
+        resident = max(resident, now)
+        if progress and index % max(1, tokens // call // 10) == 0:
+            print(f"  {start:,} of {tokens:,} tokens, {now / 1e6:.0f} MB", file=sys.stderr, flush=True)
+    return {
+        "growth": (resident - base) / 1e6,
+        "speed": _speed(seconds),
+        "tokens_per_second": round(call / median(seconds)),
+        "finite": finite,
+    }
+
+
+def _speed(seconds: list[float]) -> float:
+    """Speed of the last tenth of the calls over that of the first, by the median call; the warm-up is left out."""
+    seconds = seconds[WARM_UP:] or seconds
+    tenth = max(1, len(seconds) // 10)
+    return median(seconds[:tenth]) / median(seconds[-tenth:])
+
+
+def _numbers(x: Tensor) -> Any:
+    """JSON has no NaN and no infinity: those become text."""
+    if x.ndim:
+        return [_numbers(y) for y in x]
+    return float(x) if bool(x.isfinite()) else str(float(x))
+
+
+# Rows, files and tables.
+
+
+def run_row(row: str, tokens: int) -> dict[str, Any]:
+    """One row of the tables, in this process."""
+    torch.set_num_threads(1)
+    kind, *setting, mode, depth = row.split("-")
+    if kind == "bounds":
+        return run_bounds(make_memory(setting[0], mode, int(depth)), tokens, progress=True)
+    torch.manual_seed(0)
+    memory = NeuralMemory(256, heads=4, depth=int(depth), mode=mode)
+    if kind == "stream":
+        return run_stream(memory, tokens, CALL, progress=True)
+    return run_stream(memory, min(tokens, DECODED), 1, progress=True)
+
+
+def run_to_file(path: Path, row: str, tokens: int) -> None:
+    """Runs a row and leaves the outcome at `path`."""
+    start = time.perf_counter()
+    result = {"row": row, "tokens": tokens, **run_row(row, tokens), "seconds": round(time.perf_counter() - start, 1)}
+    write_atomically(path, json.dumps(result, indent=2, allow_nan=False).encode() + b"\n")
+
+
+def load_run(path: Path, tokens: int) -> dict[str, Any] | None:
+    """The finished run at `path`; none if there is no such file, or if it is of another length."""
+    if not path.is_file():
+        return None
+    result: dict[str, Any] = json.loads(path.read_text())
+    return result if result["tokens"] == tokens else None
+
+
+def tables(results: list[dict[str, Any]]) -> str:
+    """Markdown: what flows, then what is bounded."""
+    flows = [r for r in results if "growth" in r]
+    bounds = [r for r in results if "streams" in r]
+    lines: list[str] = []
+    if flows:
+        lines += [
+            f"Growth after {WARM_UP} calls below {MAX_GROWTH:.0f} MB, last tenth at least {MIN_SPEED} times as fast as "
+            "the first:",
+            "",
+            "| run | tokens | growth, MB | speed, last / first | tokens/s | passes |",
+            "|---|---|---|---|---|---|",
+        ]
+        for r in flows:
+            length = min(r["tokens"], DECODED) if r["row"].startswith("decode") else r["tokens"]
+            passes = r["growth"] < MAX_GROWTH and r["speed"] >= MIN_SPEED and r["finite"]
+            lines.append(
+                f"| {r['row']} | {length:,} | {r['growth']:.1f} | {r['speed']:.2f} | {r['tokens_per_second']:,} | "
+                f"{_verdict(passes)} |"
+            )
+        lines.append("")
+    if bounds:
+        lines += [
+            "Everything finite, and fresh tokens are learned afterwards: presentations until a tenth of a value is "
+            f"missing (or twice of what a new memory misses in the end), {PROBES} tokens. A row passes if they are at "
+            f"most {MAX_EFFORT} times those of a new memory, or if the loss has fallen by {FALL} by then:",
+            "",
+            "| run | stream | finite | largest norm: weights | momentum | output | missing before | presentations "
+            "| new memory | speed, last / first | passes |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
+        ]
+        for r in bounds:
+            for name, s in r["streams"].items():
+                figures = " | ".join(_figure(s[key]) for key in ("weights", "momentum", "output"))
+                row = r["row"].removeprefix("bounds-")
+                learned = f"{_figure(_worst(s['missing']))} | {_counts(s['needed'])} | {_counts(r['new'])}"
+                passes = _verdict(s["finite"] and s["learns"])
+                finite, speed = _verdict(s["finite"]), f"{r['speed']:.2f}"
+                lines.append(f"| {row} | {name} | {finite} | {figures} | {learned} | {speed} | {passes} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _verdict(passes: bool) -> str:
+    return "yes" if passes else "**no**"
+
+
+def _figure(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:.3g}"
+
+
+def _worst(missing: list[list[float | str]]) -> float | str:
+    return max((row[0] for row in missing), key=lambda value: math.inf if isinstance(value, str) else value, default="")
+
+
+def _counts(counts: list[int | None]) -> str:
+    return ", ".join("never" if count is None else str(count) for count in counts)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line; a wrong one ends with a sentence and exit code 2."""
+    parser = argparse.ArgumentParser(description="What a million tokens do to a memory.")
+    parser.add_argument("--tokens", type=int, default=1_000_000, help="length of every stream")
+    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, metavar="ROW", help=", ".join(ROWS))
+    parser.add_argument("--out", type=Path, default=Path("runs/streaming"), help="folder for the finished runs")
+    chosen = parser.parse_args(arguments)
+    if chosen.tokens < 2 * WARM_UP * CALL and any(row.startswith("stream") for row in chosen.rows):
+        parser.error(f"--tokens must be at least {2 * WARM_UP * CALL} for the rows of stream, got {chosen.tokens}")
+    if chosen.tokens < BOUNDS_CALL:
+        parser.error(f"--tokens must be at least {BOUNDS_CALL}, got {chosen.tokens}")
+    return chosen
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run what is missing, then print the tables."""
+    chosen = parse_arguments(arguments)
+    chosen.out.mkdir(parents=True, exist_ok=True)
+    for row in chosen.rows:
+        path = chosen.out / f"{row}.json"
+        if load_run(path, chosen.tokens) is not None:
+            continue
+        print(row, file=sys.stderr, flush=True)
+        with get_context("spawn").Pool(1) as pool:  # what one row leaves in the allocator is not the next one's growth
+            pool.apply(run_to_file, (path, row, chosen.tokens))
+    results = [load_run(chosen.out / f"{row}.json", chosen.tokens) for row in chosen.rows]
+    text = tables([result for result in results if result is not None])
+    write_atomically(chosen.out / "table.md", text.encode())
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,88 @@
+"""No token moves anything before it, no sequence another one, no head another one: not by a bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ops.cases import OPS, Call, Case, assert_same, make, values
+
+TIME, CHUNK = 21, 8
+FIRST, INSIDE, LAST = 8, 11, 15  # slots of the second chunk
+RULES: dict[str, tuple[str, Case, dict[str, Any]]] = {
+    "recurrent": ("recurrent", Case(time=TIME), {}),
+    "chunked, linear": ("chunked", Case(time=TIME, depth=1), {}),
+    "chunked": ("chunked", Case(time=TIME), {}),
+    "chunked, bounded and guarded": ("chunked", Case(time=TIME, bounded=True, max_norm=0.5), {}),
+    "chunked, masked": ("chunked", Case(time=TIME, masked=True, surprise=True), {}),
+    "exact, linear": ("exact", Case(time=TIME, depth=1), {}),
+    "exact": ("exact", Case(time=TIME), {}),
+    "exact, deeper": ("exact", Case(time=TIME, depth=3, bias=True, residual=True), {}),
+    "exact, two sweeps": ("exact", Case(time=TIME), {"sweeps": 2}),
+    "exact, bounded and guarded": ("exact", Case(time=TIME, bounded=True, max_norm=0.5), {"guard_every": 16}),
+    "exact, masked": ("exact", Case(time=TIME, masked=True, surprise=True), {}),
+    "exact, normed": ("exact", Case(time=TIME, norm=True), {}),
+}
+every_rule = pytest.mark.parametrize("rule", RULES)
+
+
+def run(rule: str, call: Call) -> dict[str, Tensor]:
+    name, _, options = RULES[rule]
+    return values(call(OPS[name], CHUNK, **options))
+
+
+def disturb(call: Call, where: tuple[Any, ...]) -> Call:
+    """Other tokens at ``where``, an index of (batch, heads, time)."""
+
+    def change(name: str, x: Tensor) -> Tensor:
+        if "." in name:
+            return x
+        x = x.clone()
+        x[where] = 1 - x[where] if x.ndim == 3 else 3 * x[where] + 1
+        return x
+
+    return call.map(change)
+
+
+@every_rule
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("changed", [0, FIRST, INSIDE, LAST, TIME - 1])
+def test_no_output_before_a_changed_token_moves_by_one_bit(rule: str, changed: int, dtype: torch.dtype) -> None:
+    call = make(RULES[rule][1], dtype)
+    before = run(rule, call)
+    after = run(rule, disturb(call, (slice(None), slice(None), changed)))
+    for name in before:
+        if name == "y" or name.startswith("surprise"):
+            assert torch.equal(after[name][:, :, :changed], before[name][:, :, :changed])
+    there = slice(None) if call.mask is None else call.mask[:, changed]
+    assert not torch.equal(after["y"][there][:, :, changed], before["y"][there][:, :, changed]) or not there.any()
+
+
+@every_rule
+def test_a_sequence_does_not_move_another_by_one_bit(rule: str) -> None:
+    call = make(RULES[rule][1])
+    before = run(rule, call)
+    after = run(rule, disturb(call, (1,)))
+    assert all(torch.equal(after[name][0], x[0]) for name, x in before.items())
+    assert not torch.equal(after["y"][1], before["y"][1])
+
+
+@every_rule
+def test_a_head_does_not_move_another_by_one_bit(rule: str) -> None:
+    call = make(RULES[rule][1])
+    before = run(rule, call)
+    after = run(rule, disturb(call, (slice(None), 1)))
+    assert all(torch.equal(after[name][:, 0], x[:, 0]) for name, x in before.items() if x.ndim > 1)
+    assert not torch.equal(after["y"][:, 1], before["y"][:, 1])
+
+
+@every_rule
+def test_a_sequence_alone_gives_what_it_gives_in_a_batch(rule: str) -> None:
+    call = make(RULES[rule][1])
+    together = run(rule, call)
+    for row in range(2):
+        alone = run(rule, call.row(row))
+        assert_same(alone, {name: x[row : row + 1] for name, x in together.items()}, 1e-12)

@@ -1,0 +1,230 @@
+"""The exact rule for deep memory as a compiled loop: used on a CPU when a C compiler is at hand, never required.
+
+The library is compiled on first use (about a second), kept in the user's cache folder, and loaded through ctypes. Without
+a compiler, or with ``TITANS_NATIVE=0``, ``titans.ops.exact`` does the same work in PyTorch by sweeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens
+
+SOURCE = Path(__file__).with_name("native.c")
+SEGMENT = 32  # tokens between two states that the backward pass keeps
+ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros")
+TYPES = {torch.float32: ("float", "f"), torch.float64: ("double", "")}
+
+
+class _Settings(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int) for name in ("rows", "tokens", "tile", "depth", "width_in", "width_out", "activation")),
+        *((name, ctypes.c_int) for name in ("segment", "bias", "residual", "squared", "bounded", "decay_first")),
+        *((name, ctypes.c_int) for name in ("first_order", "threads")),
+        ("max_norm", ctypes.c_double),
+    ]  # fmt: skip
+
+
+class _Inputs(ctypes.Structure):
+    _fields_ = [
+        ("outs", ctypes.POINTER(ctypes.c_int)),
+        ("ins", ctypes.POINTER(ctypes.c_int)),
+        *((name, ctypes.c_void_p) for name in ("q", "k", "v", "step", "alpha", "eta", "live", "ends")),
+    ]  # fmt: skip
+
+
+def _cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan-memory"
+
+
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor() + platform.node()
+
+
+@functools.cache
+def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled loop for a dtype, or None if it cannot be had."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or os.environ.get("TITANS_NATIVE") == "0":
+        return None
+    name, suffix = TYPES[dtype]
+    math = [f"-D{f.upper()}={f}{suffix}" for f in ("exp", "erf", "tanh", "sqrt")]
+    command = [compiler, *FLAGS, "-shared", "-fPIC", f"-DREAL={name}", *math]
+    key = hashlib.sha256("\0".join([*command, SOURCE.read_text(), _processor()]).encode()).hexdigest()[:16]
+    try:
+        folder = _cache_folder()
+        target = folder / f"exact-{name}-{key}.so"
+        if not target.is_file():
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder) as work:
+                built = Path(work) / "exact.so"
+                for extra in (["-fopenmp"], []):
+                    call = [*command, *extra, str(SOURCE), "-o", str(built), "-lm"]
+                    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
+                    if done.returncode == 0:
+                        break
+                else:
+                    raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message")
+                os.replace(built, target)
+        library = ctypes.CDLL(str(target))
+    except (OSError, subprocess.SubprocessError) as error:
+        warnings.warn(f"the compiled exact memory is not available ({error}); using PyTorch", stacklevel=2)
+        return None
+    library.titans_exact.restype = library.titans_exact_backward.restype = ctypes.c_int
+    return library
+
+
+def available(rule: Rule, carry: Carry) -> bool:
+    """Whether the compiled loop can do this work: deep memory, on a CPU, without a norm inside."""
+    first = carry.weights[0]
+    return (
+        len(carry.weights) > 1
+        and first.device.type == "cpu"
+        and first.dtype in TYPES
+        and rule.network.norm is None
+        and _library(first.dtype) is not None
+    )
+
+
+def run_native(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors]:
+    """What ``run_tiles`` gives, from the compiled loop, with gradients."""
+    ends = None
+    if rule.max_norm is not None:
+        n = len(tokens.k)
+        rows = [
+            end.to(torch.uint8).repeat_interleave(n // len(end))
+            if isinstance(end, Tensor)
+            else torch.full((n,), bool(end), dtype=torch.uint8)
+            for end in stretch.ends
+        ]
+        ends = torch.stack(rows, dim=1)
+    live = None if tokens.live is None else tokens.live.to(torch.uint8).contiguous()
+    results: Tensors = _NativeExact.apply(
+        rule, stretch.tile, live, ends, len(carry.weights),
+        tokens.q, tokens.k, tokens.v, rule.scale * tokens.theta, tokens.alpha, tokens.eta,
+        *carry.weights, *carry.momentum,
+    )  # fmt: skip
+    count = 3 if rule.surprise else 1
+    outputs, state = results[:count], results[count:]
+    if rule.surprise:
+        outputs = (outputs[0], rule.scale**2 * outputs[1], outputs[2])
+    depth = len(carry.weights)
+    return Carry(state[:depth], state[depth:], (), None), outputs
+
+
+def _address(x: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if x is None else x.data_ptr())
+
+
+def _addresses(group: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p] | None:
+    return (ctypes.c_void_p * len(group))(*(x.data_ptr() for x in group)) if group else None
+
+
+def _plain(tensors: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
+    return (None if x is None else x.detach().contiguous() for x in tensors)
+
+
+class _NativeExact(torch.autograd.Function):
+    """titans_exact and titans_exact_backward of native.c; (n, slots, ...) tokens, (n, out, in) states."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rule: Rule, tile: int, live: Tensor | None, ends: Tensor | None, depth: int, *tensors: Tensor | None
+    ) -> Tensors:
+        tokens = list(_plain(tensors[:6]))
+        state = [w.detach().clone(memory_format=torch.contiguous_format) for w in tensors[6:] if w is not None]
+        weights, momentum = state[:depth], state[depth:]
+        settings, inputs, kept = _describe(rule, tile, live, ends, weights, tokens)
+        n, slots = kept[0].shape[:2]
+        needs = any(ctx.needs_input_grad)
+        saved = [w.new_empty(n, -(-slots // SEGMENT), *w.shape[1:]) for w in state] if needs else []
+        y = weights[0].new_empty(n, slots, weights[-1].shape[1])
+        gradient, loss = (y.new_empty(n, slots), y.new_empty(n, slots)) if rule.surprise else (None, None)
+        library = _library(y.dtype)
+        assert library is not None
+        failed = library.titans_exact(
+            ctypes.byref(settings), ctypes.byref(inputs), _addresses(weights), _addresses(momentum),
+            _addresses(saved[:depth]), _addresses(saved[depth:]), _address(y), None, None, _address(gradient),
+            _address(loss),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the compiled exact memory could not allocate its buffers")
+        ctx.rule, ctx.tile, ctx.live, ctx.ends, ctx.depth = rule, tile, live, ends, depth
+        ctx.there = [x is not None for x in tokens]
+        ctx.save_for_backward(*(x for x in tokens if x is not None), *saved)
+        outputs = [y] if gradient is None or loss is None else [y, gradient, loss]
+        return *outputs, *weights, *momentum
+
+    @staticmethod
+    @once_differentiable  # type: ignore[misc]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rest = iter(ctx.saved_tensors)
+        tokens = [next(rest) if there else None for there in ctx.there]
+        saved = list(rest)
+        depth = ctx.depth
+        settings, inputs, kept = _describe(
+            ctx.rule, ctx.tile, ctx.live, ctx.ends, [w[:, 0] for w in saved[:depth]], tokens
+        )
+        count = 3 if ctx.rule.surprise else 1
+        outputs = list(_plain(grads[:count]))
+        gradient, loss = outputs[1:] if ctx.rule.surprise else (None, None)
+        state = [g.clone(memory_format=torch.contiguous_format) for g in grads[count:]]
+        to_tokens = [None if x is None else torch.empty_like(x) for x in tokens]
+        library = _library(kept[0].dtype)
+        assert library is not None
+        failed = library.titans_exact_backward(
+            ctypes.byref(settings), ctypes.byref(inputs), _addresses(saved[:depth]), _addresses(saved[depth:]),
+            _address(outputs[0]), _address(gradient), _address(loss), _addresses(state[:depth]),
+            _addresses(state[depth:]), *(_address(x) for x in to_tokens),
+        )  # fmt: skip
+        if failed:
+            raise MemoryError("the compiled exact memory could not allocate its buffers")
+        return None, None, None, None, None, *to_tokens, *state
+
+
+def _describe(
+    rule: Rule,
+    tile: int,
+    live: Tensor | None,
+    ends: Tensor | None,
+    weights: Sequence[Tensor],
+    tokens: Sequence[Tensor | None],
+) -> tuple[_Settings, _Inputs, list[Tensor]]:
+    """The call's description for C, and the tensors that must outlive it."""
+    k, v = tokens[1], tokens[2]
+    assert k is not None and v is not None
+    settings = _Settings(
+        rows=k.shape[0], tokens=k.shape[1], tile=tile, depth=len(weights), width_in=k.shape[-1],
+        width_out=v.shape[-1], activation=ACTIVATION_CODES[rule.network.activation], segment=SEGMENT,
+        bias=rule.network.bias, residual=rule.network.residual, squared=rule.squared, bounded=rule.bounded,
+        decay_first=rule.decay_first, first_order=rule.first_order, threads=torch.get_num_threads(),
+        max_norm=rule.max_norm or 0.0,
+    )  # fmt: skip
+    widths = ctypes.c_int * len(weights)
+    inputs = _Inputs(
+        widths(*(w.shape[1] for w in weights)),
+        widths(*(w.shape[2] for w in weights)),
+        *(_address(x) for x in (*tokens, live, ends)),
+    )
+    return settings, inputs, [k, v]
