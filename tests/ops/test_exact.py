@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -14,8 +15,10 @@ from tests.ops.cases import (
     LENGTHS,
     ONE_AT_A_TIME,
     Case,
+    Op,
     assert_equals_the_definition,
     assert_same,
+    exact_by_sweeps,
     make,
     mixed,
     relative_error,
@@ -34,24 +37,30 @@ DECAY_FIRST = [
 ]
 
 
+both_ways = pytest.mark.parametrize("op", [neural_memory_exact, exact_by_sweeps], ids=["default", "sweeps"])
+
+
+@both_ways
 @pytest.mark.parametrize("case", ONE_AT_A_TIME + DECAY_FIRST, ids=str)
-def test_every_option_equals_the_definition(case: Case) -> None:
-    assert_equals_the_definition(neural_memory_exact, case)
+def test_every_option_equals_the_definition(case: Case, op: Op) -> None:
+    assert_equals_the_definition(op, case)
 
 
+@both_ways
 @pytest.mark.parametrize("case", mixed(24, 2, {**CHOICES, "decay_first": (False, True)}), ids=str)
-def test_mixed_options_equal_the_definition(case: Case) -> None:
-    assert_equals_the_definition(neural_memory_exact, case)
+def test_mixed_options_equal_the_definition(case: Case, op: Op) -> None:
+    assert_equals_the_definition(op, case)
 
 
 @pytest.mark.slow
+@both_ways
 @pytest.mark.parametrize(
     "case",
     mixed(300, 2000, {**CHOICES, "decay_first": (False, True), "time": (1, 5, 17, 63, 64, 100, 257)}),
     ids=str,
 )
-def test_many_mixed_options_equal_the_definition(case: Case) -> None:
-    assert_equals_the_definition(neural_memory_exact, case)
+def test_many_mixed_options_equal_the_definition(case: Case, op: Op) -> None:
+    assert_equals_the_definition(op, case)
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -61,14 +70,16 @@ def test_no_length_and_no_tile_moves_the_result(time: int, depth: int) -> None:
     expected = values_and_gradients(neural_memory_recurrent, call, 1)
     tiles: list[int | None] = [None] if time > 100 else [*CHUNKS[: 4 if time < 64 or depth == 1 else 3], None]
     for tile in tiles:
-        assert_same(values_and_gradients(neural_memory_exact, call, tile), expected)
+        for op in (neural_memory_exact, exact_by_sweeps):
+            assert_same(values_and_gradients(op, call, tile), expected)
 
 
 def test_a_guarded_memory_takes_any_tile_too() -> None:
     call = make(Case(time=40, max_norm=0.5))
     expected = values(call(neural_memory_recurrent, 1, guard_every=12))
     for tile in (1, 5, 7, 12, 64, None):
-        assert_same(values(call(neural_memory_exact, tile, guard_every=12)), expected)
+        for op in (neural_memory_exact, exact_by_sweeps):
+            assert_same(values(call(op, tile, guard_every=12)), expected)
 
 
 def sweep_errors(call: Any, sweeps: list[int], tile: int) -> list[float]:
@@ -85,7 +96,7 @@ def sweep_errors(call: Any, sweeps: list[int], tile: int) -> list[float]:
 def test_sweeps_converge_to_the_definition(case: Case, sweeps: list[int]) -> None:
     errors = sweep_errors(make(case), sweeps, tile=32)
     assert errors[0] > 1e-2, "the case is too easy to show anything"
-    assert all(after < 0.5 * before for before, after in zip(errors, errors[1:], strict=False))
+    assert all(after < 0.5 * before for before, after in pairwise(errors))
     assert errors[-1] < 1e-6
 
 

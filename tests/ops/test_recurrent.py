@@ -105,9 +105,7 @@ def assert_same_rule(call: Call, chunk_size: int, hand: Network, network: Networ
         cotangents = [draw(*x.shape, seed=i) for i, x in enumerate(outputs)]
         named = leaves.inputs()
         gradients = torch.autograd.grad(outputs, list(named.values()), cotangents, materialize_grads=True)
-        found.append(
-            {str(i): x.detach() for i, x in enumerate(outputs)} | dict(zip(named, gradients, strict=True))
-        )
+        found.append({str(i): x.detach() for i, x in enumerate(outputs)} | dict(zip(named, gradients, strict=True)))
     assert_same(*found)
 
 
@@ -169,7 +167,9 @@ def test_without_momentum_the_states_momentum_passes_through() -> None:
     assert all(torch.equal(a, b) for a, b in zip(state.momentum, call.momentum, strict=True))
 
 
-@pytest.mark.parametrize("case", [Case(), Case(depth=1), Case(bounded=True), Case(max_norm=0.5, surprise=True)], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(), Case(depth=1), Case(bounded=True), Case(max_norm=0.5, surprise=True)], ids=str
+)
 @pytest.mark.parametrize("chunk_size", [1, 4])
 def test_a_masked_token_is_not_there(chunk_size: int, case: Case) -> None:
     call = make(replace(case, masked=True))

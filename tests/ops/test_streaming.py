@@ -1,4 +1,4 @@
-"""A sequence may be read in any number of calls, by the fast rules as by the definition; numbers of any kind stay put."""
+"""A sequence may be read in any number of calls, with any padding, in any floating dtype."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.ops.cases import (
     values,
     values_and_gradients,
 )
-from titans.ops import MemoryState
+from titans.ops import MemoryState, Surprise
 
 TIME = 29
 SPLITS = st.lists(st.integers(0, TIME), max_size=6)
@@ -39,6 +39,12 @@ STREAMS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "exact, linear": ("exact", Case(depth=1), {}),
     "exact, deep": ("exact", Case(bias=True, surprise=True), {}),
     "exact, masked": ("exact", Case(masked=True), {}),
+    "exact by sweeps": ("exact by sweeps", Case(bias=True, surprise=True), {}),
+    "exact by sweeps, bounded and guarded, masked": (
+        "exact by sweeps",
+        Case(bounded=True, max_norm=0.5, masked=True),
+        {"guard_every": 6},
+    ),
     "exact, linear, guarded, masked": ("exact", Case(depth=1, max_norm=0.5, masked=True), {"guard_every": 6}),
     "exact, bounded and guarded": ("exact", Case(bounded=True, max_norm=0.5), {"guard_every": 12}),
     "exact, bounded and guarded, masked": (
@@ -83,17 +89,9 @@ def test_a_split_gives_the_same_gradients(stream: str) -> None:
             y, state, *surprise = OPS[name](*part, state, chunk_size, mask=here, **all_options)
             parts.append((y, *(x for s in surprise for x in s)))
         y, *surprise = (torch.cat(group, dim=2) for group in zip(*parts, strict=True))
-        return (y, state) if not surprise else (y, state, _surprise(*surprise))
+        return (y, state, Surprise(*surprise)) if surprise else (y, state)
 
-    assert_same(
-        values_and_gradients(split, call, 8, **options), values_and_gradients(OPS[name], call, 8, **options)
-    )
-
-
-def _surprise(*tensors: Tensor) -> Any:
-    from titans.ops import Surprise
-
-    return Surprise(*tensors)
+    assert_same(values_and_gradients(split, call, 8, **options), values_and_gradients(OPS[name], call, 8, **options))
 
 
 @every_stream
@@ -134,7 +132,7 @@ def poisoned(call: Call, by: float) -> Call:
     return call.map(poison)
 
 
-@pytest.mark.parametrize(("dtype", "by"), [(torch.float64, 1e30), (torch.float32, 1e30)], ids=str)
+@pytest.mark.parametrize(("dtype", "by"), [(torch.float64, 1e30), (torch.float32, 1e30)], ids=["float64", "float32"])
 @pytest.mark.parametrize("case", [Case(depth=1), Case(), Case(bounded=True), Case(loss="dot", bias=True)], ids=str)
 @pytest.mark.parametrize("name", OPS)
 def test_what_is_masked_does_not_matter(name: str, case: Case, dtype: torch.dtype, by: float) -> None:
@@ -143,10 +141,11 @@ def test_what_is_masked_does_not_matter(name: str, case: Case, dtype: torch.dtyp
     assert_same(found, values_and_gradients(OPS[name], call, 8), 1e-9 if dtype == torch.float64 else 1e-4)
 
 
+@pytest.mark.parametrize("bounded", [False, True], ids=["plain", "bounded"])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("name", OPS)
-def test_float32_stays_near_float64(name: str, depth: int) -> None:
-    case = Case(depth=depth, time=64, forgetting=False, momentum=depth == 1)
+def test_float32_stays_near_float64(name: str, depth: int, bounded: bool) -> None:
+    case = Case(depth=depth, time=41, bounded=bounded)  # the last chunk stays open
     expected = values_and_gradients(OPS[name], make(case), 16)
     found = values_and_gradients(OPS[name], make(case, torch.float32), 16)
     assert found["y"].dtype == found["weights.0"].dtype == torch.float32

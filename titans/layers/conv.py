@@ -36,7 +36,7 @@ class _CausalConv(torch.autograd.Function):
         return _correlate(padded, kernel)
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         padded, kernel = ctx.saved_tensors
         width, time = kernel.shape[0], grad.shape[1]

@@ -205,7 +205,7 @@ class NeuralMemory(nn.Module):
         result = self._run(q, k, v, theta, alpha, eta, replace(state, conv=conv), mask, return_surprise)
         y = self._output(result[0], x)
         if frame is None:
-            return y, *result[1:]  # type: ignore[return-value]
+            return y, *result[1:]
         y = frame.take(y.unsqueeze(1)).squeeze(1)
         if not return_surprise:
             return y, result[1]

@@ -46,10 +46,14 @@ class Coefficients(NamedTuple):
     m: Tensor | None  # (..., b)
     momentum_row: Tensor | None  # De at the tile's last token, (..., b)
 
+    def at(self, index: int | slice) -> Coefficients:
+        """Those of one tile, or of some, from (n, tiles, ...)."""
+        first, *rest = (None if x is None else x[:, index] for x in self)
+        assert first is not None
+        return Coefficients(first, *rest)
 
-def tile_coefficients(
-    theta: Tensor, alpha: Tensor | None, eta: Tensor | None, live: Tensor | None
-) -> Coefficients:
+
+def tile_coefficients(theta: Tensor, alpha: Tensor | None, eta: Tensor | None, live: Tensor | None) -> Coefficients:
     """Coefficients of tiles (..., b). ``live`` (..., b) is 0 where a slot holds no token, None if all do."""
     size = theta.shape[-1]
     beta = None

@@ -163,9 +163,7 @@ def finish_keys(rule: Rule, tile: Tile, inputs: Tensors, deltas: Tensors, output
     return Keys(inputs, deltas, step, kappa * error, output.loss)
 
 
-def run_tiles(
-    rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tokens: Tokens
-) -> tuple[Carry, Tensors]:
+def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors]:
     """Runs consecutive tiles: the key passes and writes one after another, then all their reads at once.
 
     Returns the carry after them and (y,) or (y, ||u||^2, l) for every slot.
@@ -181,12 +179,10 @@ def run_tiles(
     assert q is not None and k is not None and v is not None and theta is not None
     coefficients = tile_coefficients(theta, alpha, eta, live)
     step = rule.scale * theta
-    unit = None
+    crowd = None
     if rule.crowding:
-        unit = k / (torch.linalg.vector_norm(k, dim=-1, keepdim=True) + TINY)
-        if live is not None:
-            unit = unit * live.unsqueeze(-1)
-        step = step / (1 + (unit @ unit.mT).square().tril(-1).sum(-1)).square()
+        crowd, inverse = _crowd(k, live)
+        step = step / crowd.square()
     prepared = key_pass.prepare(rule, stretch, carry, tokens, coefficients)
 
     widest = max(max(w.shape[-2:]) for w in carry.weights)
@@ -195,18 +191,21 @@ def run_tiles(
     found: list[Keys] = []
     starts: list[Carry] = []
     for index in range(tiles):
-        row = Coefficients(*(None if x is None else x[:, index] for x in coefficients))
+        row = coefficients.at(index)
         tile_step = step[:, index]
-        if unit is not None and carry.gram is not None:
-            tile_step = _crowd_before(unit[:, index], carry.gram, tile_step)
+        if crowd is not None and carry.gram is not None:
+            before = (torch.bmm(k[:, index], carry.gram) * k[:, index]).sum(-1) * inverse[:, index]
+            tile_step = tile_step * (crowd[:, index] / (crowd[:, index] + before)).square()
         part = Tile(k[:, index], v[:, index], tile_step, tuple(x[:, index] for x in prepared), tokens.norm)
         keys = key_pass(rule, carry, part)
         starts.append(carry)
         found.append(keys)
-        carry = _advance(rule, carry, keys, row, ends[index], None if unit is None else unit[:, index])
+        carry = _advance(rule, carry, keys, row, ends[index])
+        if crowd is not None and ends[index] is not True:
+            carry = _add_gram(carry, starts[-1].gram, k[:, index], inverse[:, index], ends[index])
         if len(starts) == at_once or index + 1 == tiles:
             done = slice(index + 1 - len(starts), index + 1)
-            these = Coefficients(*(None if x is None else x[:, done] for x in coefficients))
+            these = coefficients.at(done)
             outputs.append(_read(rule, q[:, done], starts, found[done], these, tokens.norm))
             starts = []
 
@@ -218,11 +217,30 @@ def run_tiles(
     return carry, (y, rule.scale**2 * gradient, loss)
 
 
-def _crowd_before(unit: Tensor, gram: Tensor, step: Tensor) -> Tensor:
-    """Corrects a tile's step for the tokens of its chunk that came with earlier calls."""
-    inside = 1 + (unit @ unit.mT).square().tril(-1).sum(-1)
-    before = ((unit @ gram) * unit).sum(-1)
-    return step * (inside / (inside + before)).square()
+def _crowd(k: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
+    """How crowded it is at each token of a tile: 1 + the sum of cos^2 with the keys before it; and 1 / ||k||^2.
+
+    k is (n, tiles, b, width), both results are (n, tiles, b); a dead slot's 1 / ||k||^2 counts as 0.
+    """
+    gram = k @ k.mT
+    inverse = 1 / (gram.diagonal(dim1=-2, dim2=-1) + TINY)
+    if live is not None:
+        inverse = inverse * live
+    return 1 + (gram.square().tril(-1) @ inverse.unsqueeze(-1)).squeeze(-1) * inverse, inverse
+
+
+def _add_gram(carry: Carry, gram: Tensor | None, k: Tensor, inverse: Tensor, end: bool | Tensor | None) -> Carry:
+    """Keeps the sum of the open chunk's k k^T / ||k||^2 for the tokens that come with later calls."""
+    scaled = (k * inverse.unsqueeze(-1)).mT
+    gram = torch.bmm(scaled, k) if gram is None else torch.baddbmm(gram, scaled, k)
+    if isinstance(end, Tensor):
+        gram = torch.where(_per_row(end, len(gram)), 0, gram)
+    return carry._replace(gram=gram)
+
+
+def _per_row(flags: Tensor, n: int) -> Tensor:
+    """(batch,) -> (batch * heads, 1, 1)."""
+    return flags.repeat_interleave(n // len(flags)).view(-1, 1, 1)
 
 
 def _advance(
@@ -231,7 +249,6 @@ def _advance(
     keys: Keys,
     row: Coefficients,
     end: bool | Tensor | None,
-    unit: Tensor | None,
 ) -> Carry:
     """The state after a tile: W' = beta_b W + c_b S - (P[b] theta . delta)^T h, S' likewise."""
     memory_step = (row.products[:, -1] * keys.step).unsqueeze(-1)
@@ -251,8 +268,7 @@ def _advance(
 
     if end is None:
         anchor = (carry.anchor or carry.weights) if rule.anchored else ()
-        gram = None if unit is None else _add_gram(carry.gram, unit)
-        return Carry(new_weights, new_momentum, anchor, gram)
+        return Carry(new_weights, new_momentum, anchor, None)
     clipped, clipped_momentum = new_weights, new_momentum
     if rule.max_norm is not None and _too_long(new_weights + new_momentum, rule.max_norm):
         clipped = tuple(clip_rows(x, rule.max_norm) for x in new_weights)
@@ -260,17 +276,12 @@ def _advance(
     if end is True:
         return Carry(clipped, clipped_momentum, (), None)
     assert isinstance(end, Tensor)
-    done = end.repeat_interleave(len(new_weights[0]) // len(end)).view(-1, 1, 1)
+    done = _per_row(end, len(new_weights[0]))
     new_weights = tuple(torch.where(done, a, b) for a, b in zip(clipped, new_weights, strict=True))
     new_momentum = tuple(torch.where(done, a, b) for a, b in zip(clipped_momentum, new_momentum, strict=True))
     old_anchor = (carry.anchor or carry.weights) if rule.anchored else ()
     anchor = tuple(torch.where(done, a, b) for a, b in zip(new_weights, old_anchor, strict=False))
-    gram = None if unit is None else torch.where(done, 0, _add_gram(carry.gram, unit))
-    return Carry(new_weights, new_momentum, anchor, gram)
-
-
-def _add_gram(gram: Tensor | None, unit: Tensor) -> Tensor:
-    return unit.mT @ unit if gram is None else torch.baddbmm(gram, unit.mT, unit)
+    return Carry(new_weights, new_momentum, anchor, None)
 
 
 def _too_long(weights: Tensors, max_norm: float) -> bool:
@@ -338,7 +349,8 @@ def _flatten(carry: Carry, tokens: Tokens) -> tuple[list[Tensor], Callable[[list
 
 
 def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
-    return Tokens(*(None if x is None else x[:, start:stop] for x in tokens[:7]), tokens.norm)  # type: ignore[arg-type]
+    parts = (None if x is None else x[:, start:stop] for x in tokens[:7])
+    return Tokens(*parts, norm=tokens.norm)  # type: ignore[arg-type, misc]
 
 
 def _join(parts: list[Tensors]) -> Tensors:
@@ -394,13 +406,9 @@ class _Checkpointed(torch.autograd.Function):
                 cotangents = [g[:, start:stop] for g in grads[:outputs]] + carry_grads
                 pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if r.requires_grad]
                 inputs = [x for x in (*flat, *leaves) if x.requires_grad]
-                gradients = torch.autograd.grad(
-                    [r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True
-                )
+                gradients = torch.autograd.grad([r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
             by_input = {id(x): g for x, g in zip(inputs, gradients, strict=True)}
-            carry_grads = [
-                torch.zeros_like(x) if by_input[id(x)] is None else by_input[id(x)] for x in flat
-            ]
+            carry_grads = [torch.zeros_like(x) if by_input[id(x)] is None else by_input[id(x)] for x in flat]
             for i, leaf in enumerate(leaves):
                 gradient = by_input.get(id(leaf))
                 if gradient is None:

@@ -282,9 +282,7 @@ def _implicit(
         rest = iter(values)
         forward = [next(rest) for _ in weights]
         backward = [forward[0], *(next(rest) for _ in weights[1:])]
-        layers = [
-            w._replace(forward=f, backward=b) for w, f, b in zip(weights, forward, backward, strict=True)
-        ]
+        layers = [w._replace(forward=f, backward=b) for w, f, b in zip(weights, forward, backward, strict=True)]
         k, v, step, norm, *coefficients = (next(rest) if is_there else None for is_there in there)
         return layers, Tile(k, v, step, (), norm), _Past(*coefficients)  # type: ignore[arg-type]
 
@@ -305,11 +303,13 @@ class _FixedPoint(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         point, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, ctx.needs_input_grad[3:], strict=True)]
+            leaves = [
+                x.detach().requires_grad_(need) for x, need in zip(tensors, ctx.needs_input_grad[3:], strict=True)
+            ]
             y = [x.detach().requires_grad_() for x in point]
             weights, tile, past = ctx.rebuild(leaves)
             f = _guess(tile, _sweep(replace(ctx.rule, surprise=False), weights, tile, past, tuple(y)))
@@ -317,9 +317,9 @@ class _FixedPoint(torch.autograd.Function):
         for _ in range(tile.k.shape[1] - 1):
             pulled = torch.autograd.grad(f, y, adjoint, retain_graph=True)
             new = [g + p for g, p in zip(grads, pulled, strict=True)]
-            change = max(float((a - b).abs().amax() / b.abs().amax().clamp(min=TINY)) for a, b in zip(adjoint, new, strict=True))
+            change = _change(tuple(adjoint), tuple(new))
             adjoint = new
-            if change <= torch.finfo(tensors[0].dtype).eps ** 0.75:
+            if bool(change <= torch.finfo(change.dtype).eps ** 0.75):
                 break
         wanted = [x for x in leaves if x.requires_grad]
         found = iter(torch.autograd.grad(f, wanted, adjoint, allow_unused=True))
@@ -331,7 +331,8 @@ def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) 
     activation = ACTIVATIONS[rule.network.activation]
     past = _Past(*(None if x is None else x.detach() for x in past))  # type: ignore[arg-type]
     applied = past.products * keys.step.detach().unsqueeze(1)
-    weights = _side_by_side(rule, Carry(*(tuple(w.detach() for w in group) for group in carry[:2]), (), None))
+    constant = Carry(tuple(w.detach() for w in carry.weights), tuple(s.detach() for s in carry.momentum), (), None)
+    weights = _side_by_side(rule, constant)
     inputs, slopes = [], []
     x = tile.k
     for layer, weight in enumerate(weights):

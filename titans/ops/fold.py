@@ -78,9 +78,7 @@ def call_dual(
         surprise=return_surprise,
     )
     frame = make_frame(q.shape[2], mask, state.position, tile, period)
-    y, new_state, surprise = run_dual(
-        rule, key_pass, frame, q, k, v, theta, alpha, eta, state, checkpoint_every
-    )
+    y, new_state, surprise = run_dual(rule, key_pass, frame, q, k, v, theta, alpha, eta, state, checkpoint_every)
     if channels is not None:
         y = y.squeeze(-1).unflatten(1, (heads, channels)).mT
         new_state = _gather_state(new_state, heads, channels)

@@ -90,8 +90,7 @@ def make_frame(time: int, mask: Tensor | None, position: Tensor, tile: int, peri
               for r in range(len(starts))]  # fmt: skip
         fresh = [shift[r] + index * tile < totals[r] for r in range(len(starts))]
         flags = [
-            period is not None and fresh[r] and at[r] % period == 0 and totals[r] >= at[r]
-            for r in range(len(starts))
+            period is not None and fresh[r] and at[r] % period == 0 and totals[r] >= at[r] for r in range(len(starts))
         ]
         if all(flags):
             ends.append(True)

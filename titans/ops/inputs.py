@@ -44,8 +44,7 @@ def check_inputs(
             raise ValueError(f"{name} has dtype {x.dtype}; expected a floating dtype")
         if x.shape[:3] != q.shape[:3]:
             raise ValueError(
-                f"{name} has (batch, heads, time) {tuple(x.shape[:3])}, q has {tuple(q.shape[:3])}; "
-                "expected the same"
+                f"{name} has (batch, heads, time) {tuple(x.shape[:3])}, q has {tuple(q.shape[:3])}; expected the same"
             )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k has width {k.shape[-1]} and q has width {q.shape[-1]}; expected the same")
@@ -54,16 +53,15 @@ def check_inputs(
             _check_gate(name, gate, q, v, state)
     if mask is not None:
         if mask.shape != (q.shape[0], q.shape[2]):
-            raise ValueError(
-                f"mask has shape {tuple(mask.shape)}; expected (batch, time) = {(q.shape[0], q.shape[2])}"
-            )
+            raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (batch, time) = {(q.shape[0], q.shape[2])}")
         if mask.dtype != torch.bool:
             raise ValueError(f"mask has dtype {mask.dtype}; expected bool, True where a token counts")
     _check_state(state, q, v, network)
     if check_values:
-        for name, x in (("q", q), ("k", k), ("v", v), ("theta", theta), ("alpha", alpha), ("eta", eta)):
-            if x is not None and x.numel():
-                check_finite(name, x)
+        given = {"q": q, "k": k, "v": v, "theta": theta, "alpha": alpha, "eta": eta}
+        for name, numbers in given.items():
+            if numbers is not None and numbers.numel():
+                check_finite(name, numbers)
         for name, gate in (("theta", theta), ("alpha", alpha), ("eta", eta)):
             if gate is not None and gate.numel():
                 low, high = (float(x) for x in torch.aminmax(gate.detach()))
@@ -93,9 +91,7 @@ def _check_gate(name: str, gate: Tensor, q: Tensor, v: Tensor, state: MemoryStat
                 "channel gates are for linear memory"
             )
         return
-    raise ValueError(
-        f"{name} has shape {tuple(gate.shape)}; expected (batch, heads, time) = {tuple(q.shape[:3])}"
-    )
+    raise ValueError(f"{name} has shape {tuple(gate.shape)}; expected (batch, heads, time) = {tuple(q.shape[:3])}")
 
 
 def _check_state(state: MemoryState, q: Tensor, v: Tensor, network: object) -> None:
@@ -118,6 +114,4 @@ def _check_state(state: MemoryState, q: Tensor, v: Tensor, network: object) -> N
     if last.shape[-2] != v.shape[-1]:
         raise ValueError(f"the memory's output has width {last.shape[-2]} and v has width {v.shape[-1]}")
     if network.residual and q.shape[-1] != v.shape[-1]:
-        raise ValueError(
-            f"a residual memory needs equal widths in and out; q has {q.shape[-1]}, v has {v.shape[-1]}"
-        )
+        raise ValueError(f"a residual memory needs equal widths in and out; q has {q.shape[-1]}, v has {v.shape[-1]}")

@@ -1,7 +1,7 @@
 """The exact rule for deep memory as a compiled loop: used on a CPU when a C compiler is at hand, never required.
 
-The library is compiled on first use (about a second), kept in the user's cache folder, and loaded through ctypes. Without
-a compiler, or with ``TITANS_NATIVE=0``, ``titans.ops.exact`` does the same work in PyTorch by sweeps.
+The library is compiled on first use (about a second), kept in the user's cache folder, and loaded through ctypes.
+Without a compiler, or with ``TITANS_NATIVE=0``, ``titans.ops.exact`` does the same work in PyTorch by sweeps.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class _NativeExact(torch.autograd.Function):
         return *outputs, *weights, *momentum
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc]
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         rest = iter(ctx.saved_tensors)
         tokens = [next(rest) if there else None for there in ctx.there]

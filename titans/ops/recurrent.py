@@ -96,10 +96,10 @@ def neural_memory_recurrent(
         if bounded:
             error = 2 * (network(at, key) - value) if loss == "squared" else value
             kappa = squared_norm / (error.square().sum((-2, -1)) + TINY)
-            unit = key / (torch.linalg.vector_norm(key, dim=-1, keepdim=True) + TINY)
+            inverse = 1 / (key.square().sum(-1, keepdim=True) + TINY)
             gram = torch.where(starts, 0, gram)
-            crowd = 1 + (unit @ gram @ unit.mT)[..., 0]
-            gram = torch.where(here, gram + unit.mT @ unit, gram)
+            crowd = 1 + (key @ gram @ key.mT * inverse)[..., 0]  # 1 + sum of cos^2 with the chunk's keys before it
+            gram = torch.where(here, gram + key.mT @ key * inverse, gram)
             theta_t = theta_t / ((1 + kappa).unsqueeze(-1).unsqueeze(-1) * crowd.square().unsqueeze(-1))
 
         if eta_t is None:
@@ -123,7 +123,8 @@ def neural_memory_recurrent(
         anchor = _where(starts, weights, anchor)
         gram = torch.where(starts, 0, gram)
     y = torch.cat(outputs, dim=2).to(out_dtype) if outputs else torch.empty_like(v)
-    new_state = MemoryState(weights, momentum, anchor, position, gram if bounded and chunk_size > 1 else state.gram, state.conv)
+    kept_gram = gram if bounded and chunk_size > 1 else state.gram
+    new_state = MemoryState(weights, momentum, anchor, position, kept_gram, state.conv)
     if not return_surprise:
         return y, new_state
     if not norms:

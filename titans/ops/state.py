@@ -52,9 +52,7 @@ class MemoryState:
             raise ValueError("weights is empty; expected one (batch, heads, out, in) tensor a layer")
         for index, weight in enumerate(weights):
             if weight.ndim != 4:
-                raise ValueError(
-                    f"weights[{index}] has shape {tuple(weight.shape)}; expected (batch, heads, out, in)"
-                )
+                raise ValueError(f"weights[{index}] has shape {tuple(weight.shape)}; expected (batch, heads, out, in)")
             if weight.shape[:2] != weights[0].shape[:2]:
                 raise ValueError(
                     f"weights[{index}] has batch and heads {tuple(weight.shape[:2])}, "
