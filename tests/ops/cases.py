@@ -332,6 +332,7 @@ ONE_AT_A_TIME = [
     Case(depth=1, bounded=True),
     Case(bounded=True, masked=True, surprise=True),
     Case(max_norm=0.5),
+    Case(depth=1, max_norm=0.2),
     Case(max_norm=0.5, masked=True, bounded=True),
     Case(first_order=True),
     Case(depth=1, first_order=True),

@@ -24,6 +24,7 @@ from titans.ops.inputs import check_finite
 
 MODES = ("chunked", "exact", "recurrent")
 GATES = ("token", "constant")
+HOMES = ("start", "zero")
 BLOCK = 512  # tokens that are read at a time when no graph is needed
 UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
@@ -47,6 +48,8 @@ class NeuralMemory(nn.Module):
         activation, bias, residual: of the memory network, see :class:`titans.ops.MemoryMLP`.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
         momentum, forgetting: switch either off.
+        forget_to: ``"start"``: what is forgotten returns to the learned start M_0, where the memory can learn again;
+            ``"zero"``: Eq. 13 as written, with which a deep memory that has forgotten everything has no gradient.
         gates: ``"token"``: step, forgetting and momentum depend on the token; ``"constant"``: learned per head.
         theta_max: the largest step; the step is theta_max * sigmoid(.) * (1 - eta).
         bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
@@ -74,10 +77,11 @@ class NeuralMemory(nn.Module):
         conv_kernel: int = 4,
         momentum: bool = True,
         forgetting: bool = True,
+        forget_to: str = "start",
         gates: str = "token",
         theta_max: float = 1.0,
         bounded: bool = True,
-        max_norm: float = 100.0,
+        max_norm: float = 10.0,
         writes: bool = True,
         first_order: bool = False,
         checkpoint_every: int | None = None,
@@ -91,6 +95,8 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
         if gates not in GATES:
             raise ValueError(f"gates is {gates!r}; expected one of {', '.join(GATES)}")
+        if forget_to not in HOMES:
+            raise ValueError(f"forget_to is {forget_to!r}; expected one of {', '.join(HOMES)}")
         if head_dim is None:
             if dim % heads:
                 raise ValueError(f"dim is {dim} and heads is {heads}; expected heads to divide dim, or give head_dim")
@@ -109,6 +115,7 @@ class NeuralMemory(nn.Module):
         self.network = MemoryMLP(activation=activation, bias=bias, residual=residual)
         self.conv_kernel = conv_kernel
         self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
+        self.forget_to = forget_to
         self.theta_max = theta_max
         self.bounded, self.max_norm = bounded, max_norm
         self.writes = writes
@@ -266,9 +273,7 @@ class NeuralMemory(nn.Module):
         self, x: Tensor, past: tuple[Tensor, ...], mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """q, k, v (batch, heads, time, head_dim), q and k of length 1, and the convolutions' new state."""
-        if self.bounded:
-            x = x.clamp(-INPUT_LIMIT, INPUT_LIMIT)
-        qkv = self.to_qkv(x)
+        qkv = self.to_qkv(self._limit(x))
         conv: tuple[Tensor, ...] = ()
         if self.conv is not None:
             width = self.conv_kernel - 1
@@ -292,7 +297,7 @@ class NeuralMemory(nn.Module):
         if self.to_gates is not None:
             with torch.autocast(x.device.type, enabled=False):
                 weight, bias = self.to_gates.weight.to(dtype), self.to_gates.bias.to(dtype)
-                raw = F.linear(x.to(dtype).clamp(-INPUT_LIMIT, INPUT_LIMIT), weight, bias)
+                raw = F.linear(self._limit(x.to(dtype)), weight, bias)
             raw = raw.unflatten(-1, (len(self.gate_names), self.heads)).permute(2, 0, 3, 1)
         else:
             assert self.gate_bias is not None
@@ -320,21 +325,26 @@ class NeuralMemory(nn.Module):
         return_surprise: bool,
     ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
         max_norm = self.max_norm if self.bounded else None
+        rest = None
+        if self.forget_to == "start" and alpha is not None:
+            rest = [w.to(state.weights[0].dtype).expand(len(q), -1, -1, -1) for w in self.initial]
         if self.mode == "chunked":
             return neural_memory_chunked(
                 q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
+                rest=rest,
                 bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
                 return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
             )  # fmt: skip
         if self.mode == "exact":
             return neural_memory_exact(
                 q, k, v, theta, alpha, eta, state, self.chunk_size, sweeps=self.sweeps, network=self.network,
-                mask=mask, bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
+                mask=mask, rest=rest, bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
                 return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
             )  # fmt: skip
         guard_every = GUARD_EVERY if self.chunk_size == 1 else self.chunk_size
         return neural_memory_recurrent(
             q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
+                rest=rest,
             bounded=self.bounded, max_norm=max_norm, guard_every=guard_every, first_order=self.first_order,
             return_surprise=return_surprise, check_values=False,
         )  # fmt: skip
@@ -342,7 +352,10 @@ class NeuralMemory(nn.Module):
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection: (batch, heads, time, head_dim) -> (batch, time, dim)."""
         y = self.norm(y).transpose(1, 2).flatten(2)
-        return self.to_out(y * F.silu(self.to_gate(x)))
+        return self.to_out(y * F.silu(self.to_gate(self._limit(x))))
+
+    def _limit(self, x: Tensor) -> Tensor:
+        return x.clamp(-INPUT_LIMIT, INPUT_LIMIT) if self.bounded else x
 
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""

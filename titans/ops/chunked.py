@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -25,6 +27,7 @@ def neural_memory_chunked(
     network: MemoryMLP = MemoryMLP(),  # noqa: B008 (frozen)
     loss: str = "squared",
     mask: Tensor | None = None,
+    rest: Sequence[Tensor] | None = None,
     bounded: bool = False,
     max_norm: float | None = None,
     first_order: bool = False,
@@ -42,7 +45,7 @@ def neural_memory_chunked(
     """
     return call_dual(
         ChunkKeys(), q, k, v, theta, alpha, eta, state,
-        tile=chunk_size, period=chunk_size, network=network, loss=loss, mask=mask, bounded=bounded, crowding=bounded,
+        tile=chunk_size, period=chunk_size, network=network, loss=loss, mask=mask, rest=rest, bounded=bounded, crowding=bounded,
         max_norm=max_norm, anchored=True, decay_first=False, first_order=first_order,
         return_surprise=return_surprise, checkpoint_every=checkpoint_every, check_values=check_values,
     )  # fmt: skip
@@ -64,6 +67,8 @@ class ChunkKeys:
         """Gradients of all tokens of a chunk at its anchor."""
         activation = ACTIVATIONS[rule.network.activation]
         anchor = carry.anchor or carry.weights
+        if tile.rest:
+            anchor = tuple(w + r for w, r in zip(anchor, tile.rest, strict=True))
         if rule.first_order:
             anchor = tuple(w.detach() for w in anchor)
         inputs, slopes = [], []

@@ -7,7 +7,7 @@ same (docs/math.md, The dual form).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -51,7 +51,7 @@ class Rule:
 
 
 class Carry(NamedTuple):
-    """The state between tiles, batch and heads folded into one dimension."""
+    """The state between tiles, batch and heads folded into one dimension; weights as they differ from the rest."""
 
     weights: Tensors
     momentum: Tensors  # empty: no momentum
@@ -70,6 +70,10 @@ class Tokens(NamedTuple):
     eta: Tensor | None
     live: Tensor | None
     norm: Tensor | None  # (batch * heads, 2, width): the network's LayerNorm, not per token
+    rest: Tensor | None  # (batch * heads, all weights of all layers): where forgetting returns to, not per token
+
+
+PER_TOKEN = 7  # so many fields of Tokens have a time dimension
 
 
 class Stretch(NamedTuple):
@@ -87,6 +91,7 @@ class Tile(NamedTuple):
     step: Tensor  # theta, with the factor 2 of the squared loss and the crowding already in it
     prepared: Tensors  # this tile's share of what the key pass prepared
     norm: Tensor | None
+    rest: Tensors  # a weight a layer, or empty
 
 
 class Keys(NamedTuple):
@@ -175,7 +180,7 @@ def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tok
     def split(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.reshape(n, tiles, tile, *x.shape[2:])
 
-    q, k, v, theta, alpha, eta, live = (split(x) for x in tokens[:7])
+    q, k, v, theta, alpha, eta, live = (split(x) for x in tokens[:PER_TOKEN])
     assert q is not None and k is not None and v is not None and theta is not None
     coefficients = tile_coefficients(theta, alpha, eta, live)
     step = rule.scale * theta
@@ -183,6 +188,7 @@ def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tok
     if rule.crowding:
         crowd, inverse = _crowd(k, live)
         step = step / crowd.square()
+    rest = split_rest(tokens.rest, carry.weights)
     prepared = key_pass.prepare(rule, stretch, carry, tokens, coefficients)
 
     widest = max(max(w.shape[-2:]) for w in carry.weights)
@@ -196,7 +202,7 @@ def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tok
         if crowd is not None and carry.gram is not None:
             before = (torch.bmm(k[:, index], carry.gram) * k[:, index]).sum(-1) * inverse[:, index]
             tile_step = tile_step * (crowd[:, index] / (crowd[:, index] + before)).square()
-        part = Tile(k[:, index], v[:, index], tile_step, tuple(x[:, index] for x in prepared), tokens.norm)
+        part = Tile(k[:, index], v[:, index], tile_step, tuple(x[:, index] for x in prepared), tokens.norm, rest)
         keys = key_pass(rule, carry, part)
         starts.append(carry)
         found.append(keys)
@@ -206,7 +212,7 @@ def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tok
         if len(starts) == at_once or index + 1 == tiles:
             done = slice(index + 1 - len(starts), index + 1)
             these = coefficients.at(done)
-            outputs.append(_read(rule, q[:, done], starts, found[done], these, tokens.norm))
+            outputs.append(_read(rule, q[:, done], starts, found[done], these, tokens.norm, rest))
             starts = []
 
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
@@ -299,6 +305,7 @@ def _read(
     found: list[Keys],
     coefficients: Coefficients,
     norm: Tensor | None,
+    rest: Tensors,
 ) -> Tensor:
     """y_t = M_t(q_t) for all tiles at once (Eq. 15): each layer applies the token's own weights in their dual form."""
     n, tiles, tile, _ = q.shape
@@ -324,6 +331,8 @@ def _read(
             z = z * beta
         if c is not None:
             z = torch.addcmul(z, torch.bmm(x, stack([start.momentum[layer] for start in starts]).mT), c)
+        if rest:
+            z = z + torch.bmm(x.reshape(n, tiles * tile, -1), rest[layer].mT).reshape(z.shape)
         h = stack([keys.inputs[layer] for keys in found])
         delta = stack([keys.deltas[layer] for keys in found])
         z = torch.baddbmm(z, torch.bmm(x, h.mT) * applied, delta, alpha=-1)
@@ -349,8 +358,16 @@ def _flatten(carry: Carry, tokens: Tokens) -> tuple[list[Tensor], Callable[[list
 
 
 def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
-    parts = (None if x is None else x[:, start:stop] for x in tokens[:7])
-    return Tokens(*parts, norm=tokens.norm)  # type: ignore[arg-type, misc]
+    parts = (None if x is None else x[:, start:stop] for x in tokens[:PER_TOKEN])
+    return Tokens(*parts, norm=tokens.norm, rest=tokens.rest)  # type: ignore[arg-type, misc]
+
+
+def split_rest(rest: Tensor | None, weights: Tensors) -> Tensors:
+    """``Tokens.rest`` as one (n, out, in) tensor a layer; empty if there is none."""
+    if rest is None:
+        return ()
+    parts = rest.split([w[0].numel() for w in weights], dim=1)
+    return tuple(part.view(len(w), *w.shape[1:]) for part, w in zip(parts, weights, strict=True))
 
 
 def _join(parts: list[Tensors]) -> Tensors:
@@ -388,7 +405,7 @@ class _Checkpointed(torch.autograd.Function):
         token_grads: list[Tensor | None] = [None] * (count - n_carry)
         needs = ctx.needs_input_grad[3 + n_carry :]
         wanted = [x for x in tokens if x is not None]
-        shared = [tokens.norm is not None and i == len(wanted) - 1 for i in range(len(wanted))]
+        shared = [index >= PER_TOKEN for index, x in enumerate(tokens) if x is not None]
         for index in reversed(range(len(ctx.groups))):
             run, start, stop = ctx.groups[index]
             with torch.enable_grad():
@@ -455,6 +472,7 @@ def run_dual(
     alpha: Tensor | None,
     eta: Tensor | None,
     state: MemoryState,
+    rest: Sequence[Tensor] | None,
     checkpoint_every: int | None,
 ) -> tuple[Tensor, MemoryState, Surprise | None]:
     """Runs a whole call (batch, heads, time, width) through the dual form.
@@ -480,16 +498,27 @@ def run_dual(
         None if eta is None else fold(eta, 1.0),
         live,
         None if norm is None else torch.stack([x.to(dtype) for x in norm], 1).repeat(batch, 1, 1),
+        None,
     )
 
     def join(group: Tensors) -> Tensors:
         return tuple(w.flatten(0, 1) for w in group)
 
+    home = join(tuple(r.to(dtype) for r in rest)) if rest is not None and alpha is not None else ()
+
+    def away(group: Tensors) -> Tensors:
+        return tuple(w - r for w, r in zip(group, home, strict=True)) if home else group
+
+    def back(group: Tensors) -> Tensors:
+        return tuple(w + r for w, r in zip(group, home, strict=True)) if home else group
+
+    if home:
+        tokens = tokens._replace(rest=torch.cat([r.flatten(1) for r in home], dim=1))
     open_chunk = rule.anchored and state.anchor is not state.weights
     carry = Carry(
-        join(state.weights),
+        away(join(state.weights)),
         join(state.momentum) if eta is not None else (),
-        join(state.anchor) if open_chunk else (),
+        away(join(state.anchor)) if open_chunk else (),
         state.gram.flatten(0, 1) if rule.crowding and open_chunk and state.gram is not None else None,
     )
 
@@ -524,12 +553,12 @@ def run_dual(
     def part(group: Tensors) -> Tensors:
         return tuple(w.unflatten(0, (batch, heads)) for w in group)
 
-    weights = part(carry.weights)
+    weights = part(back(carry.weights))
     new_state = replace(
         state,
         weights=weights,
         momentum=part(carry.momentum) if eta is not None else state.momentum,
-        anchor=part(carry.anchor) if carry.anchor else weights,
+        anchor=part(back(carry.anchor)) if carry.anchor else weights,
         position=frame.position,
         gram=None if carry.gram is None else carry.gram.unflatten(0, (batch, heads)),
     )

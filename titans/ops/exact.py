@@ -38,6 +38,7 @@ def neural_memory_exact(
     network: MemoryMLP = MemoryMLP(),  # noqa: B008 (frozen)
     loss: str = "squared",
     mask: Tensor | None = None,
+    rest: Sequence[Tensor] | None = None,
     bounded: bool = False,
     max_norm: float | None = None,
     guard_every: int = GUARD_EVERY,
@@ -74,6 +75,7 @@ def neural_memory_exact(
     return call_dual(
         ExactKeys(sweeps, tolerance, residuals), q, k, v, theta, alpha, eta, state,
         tile=chunk_size, period=None if max_norm is None else guard_every, network=network, loss=loss, mask=mask,
+        rest=rest,
         bounded=bounded, crowding=False, max_norm=max_norm, anchored=False, decay_first=decay_first,
         first_order=first_order, return_surprise=return_surprise, checkpoint_every=checkpoint_every,
         check_values=check_values,
@@ -92,8 +94,8 @@ class _Past(NamedTuple):
 class _Weights(NamedTuple):
     """A layer's weight and momentum side by side, ready to be multiplied by rows."""
 
-    forward: Tensor  # (n, in, out or 2 out)
-    backward: Tensor  # (n, out, hidden or 2 hidden), without the bias
+    forward: Tensor  # (n, in, blocks of out): the weight, its momentum, its rest
+    backward: Tensor  # (n, out, blocks of hidden), without the bias
     out: int
     hidden: int
 
@@ -112,7 +114,7 @@ class ExactKeys:
     def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors] | None:
         """The compiled loop, where it can do the work and nobody asked for sweeps."""
         by_sweeps = self.sweeps is not None or self.tolerance is not None or self.residuals is not None
-        if by_sweeps or not native.available(rule, carry):
+        if by_sweeps or not native.available(rule, carry, tokens.rest is not None):
             return None
         return native.run_native(rule, stretch, carry, tokens)
 
@@ -144,17 +146,17 @@ class ExactKeys:
                 tile = tile._replace(step=tile.step / (1 + kappa))
                 rule = replace(rule, bounded=False)
             if not rule.first_order:
-                return _sweep(rule, _side_by_side(rule, carry), tile, past, None)
+                return _sweep(rule, _side_by_side(rule, carry, tile.rest), tile, past, None)
             with torch.no_grad():
-                keys = _sweep(rule, _side_by_side(rule, carry), tile, past, None)
+                keys = _sweep(rule, _side_by_side(rule, carry, tile.rest), tile, past, None)
             return _first_order(rule, carry, tile, past, keys)
 
         if rule.first_order:
             with torch.no_grad():
-                weights = _side_by_side(rule, carry)
+                weights = _side_by_side(rule, carry, tile.rest)
                 keys = _sweep(rule, weights, tile, past, self._solve(rule, weights, tile, past))
             return _first_order(rule, carry, tile, past, keys)
-        weights = _side_by_side(rule, carry)
+        weights = _side_by_side(rule, carry, tile.rest)
         return _sweep(rule, weights, tile, past, _implicit(self._solve, rule, weights, tile, past))
 
     def _solve(self, rule: Rule, weights: list[_Weights], tile: Tile, past: _Past) -> Tensors:
@@ -187,11 +189,11 @@ def _change(old: Tensors, new: Tensors) -> Tensor:
     return torch.stack(changes).amax()
 
 
-def _side_by_side(rule: Rule, carry: Carry) -> list[_Weights]:
+def _side_by_side(rule: Rule, carry: Carry, rest: Tensors) -> list[_Weights]:
     layers = []
     for index, w in enumerate(carry.weights):
         hidden = w.shape[2] - int(rule.network.bias)
-        both = [w, carry.momentum[index]] if carry.momentum else [w]
+        both = [w, *carry.momentum[index : index + 1], *rest[index : index + 1]]
         forward = torch.cat([x.mT for x in both], dim=2)
         backward = torch.cat([x[..., :hidden] for x in both], dim=2) if index else forward
         layers.append(_Weights(forward, backward, w.shape[1], hidden))
@@ -199,11 +201,13 @@ def _side_by_side(rule: Rule, carry: Carry) -> list[_Weights]:
 
 
 def _blend(past: _Past, both: Tensor, width: int) -> Tensor:
-    """beta x W + c x S from x [W, S], row by row."""
-    z = both[..., :width]
+    """beta x W + c x S + x R from x [W, S, R], row by row; S and R may be missing."""
+    z, *others = both.split(width, dim=-1)
     if past.beta is not None:
         z = z * past.beta
-    return z if past.c is None else torch.addcmul(z, both[..., width:], past.c)
+    if past.c is not None:
+        z = torch.addcmul(z, others.pop(0), past.c)
+    return z + others[0] if others else z
 
 
 def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: Tensors | None) -> Keys:
@@ -284,7 +288,7 @@ def _implicit(
         backward = [forward[0], *(next(rest) for _ in weights[1:])]
         layers = [w._replace(forward=f, backward=b) for w, f, b in zip(weights, forward, backward, strict=True)]
         k, v, step, norm, *coefficients = (next(rest) if is_there else None for is_there in there)
-        return layers, Tile(k, v, step, (), norm), _Past(*coefficients)  # type: ignore[arg-type]
+        return layers, Tile(k, v, step, (), norm, ()), _Past(*coefficients)  # type: ignore[arg-type]
 
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         return solve(rule, weights, tile, past)
@@ -332,7 +336,7 @@ def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) 
     past = _Past(*(None if x is None else x.detach() for x in past))  # type: ignore[arg-type]
     applied = past.products * keys.step.detach().unsqueeze(1)
     constant = Carry(tuple(w.detach() for w in carry.weights), tuple(s.detach() for s in carry.momentum), (), None)
-    weights = _side_by_side(rule, constant)
+    weights = _side_by_side(rule, constant, tuple(r.detach() for r in tile.rest))
     inputs, slopes = [], []
     x = tile.k
     for layer, weight in enumerate(weights):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -29,6 +30,7 @@ def call_dual(
     network: MemoryMLP,
     loss: str,
     mask: Tensor | None,
+    rest: Sequence[Tensor] | None,
     bounded: bool,
     crowding: bool,
     max_norm: float | None,
@@ -42,7 +44,7 @@ def call_dual(
     """Checks a call of ``neural_memory_chunked`` or ``neural_memory_exact`` and runs it."""
     check_inputs(
         q, k, v, theta, alpha, eta, state,
-        chunk_size=tile, network=network, loss=loss, mask=mask, max_norm=max_norm, check_values=check_values,
+        chunk_size=tile, network=network, loss=loss, mask=mask, rest=rest, max_norm=max_norm, check_values=check_values,
     )  # fmt: skip
     if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every is {checkpoint_every}; expected a whole number of at least 1")
@@ -65,6 +67,7 @@ def call_dual(
         v = v.mT.reshape(v.shape[0], heads * channels, -1, 1)
         theta, alpha, eta = (_spread(g, channels) for g in (theta, alpha, eta))  # type: ignore[assignment]
         state = _spread_state(state, channels)
+        rest = None if rest is None else _spread_weights(rest)
 
     rule = Rule(
         network=network,
@@ -78,7 +81,7 @@ def call_dual(
         surprise=return_surprise,
     )
     frame = make_frame(q.shape[2], mask, state.position, tile, period)
-    y, new_state, surprise = run_dual(rule, key_pass, frame, q, k, v, theta, alpha, eta, state, checkpoint_every)
+    y, new_state, surprise = run_dual(rule, key_pass, frame, q, k, v, theta, alpha, eta, state, rest, checkpoint_every)
     if channels is not None:
         y = y.squeeze(-1).unflatten(1, (heads, channels)).mT
         new_state = _gather_state(new_state, heads, channels)
@@ -95,18 +98,18 @@ def _spread(gate: Tensor | None, channels: int) -> Tensor | None:
     return gate.repeat_interleave(channels, 1) if gate.ndim == 3 else gate.mT.flatten(1, 2)
 
 
+def _spread_weights(group: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(w.flatten(1, 2).unsqueeze(2) for w in group)
+
+
 def _spread_state(state: MemoryState, channels: int) -> MemoryState:
     """A linear memory's output channels as heads with one output each."""
-
-    def spread(group: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(w.flatten(1, 2).unsqueeze(2) for w in group)
-
-    weights = spread(state.weights)
+    weights = _spread_weights(state.weights)
     return replace(
         state,
         weights=weights,
-        momentum=spread(state.momentum),
-        anchor=weights if state.anchor is state.weights else spread(state.anchor),
+        momentum=_spread_weights(state.momentum),
+        anchor=weights if state.anchor is state.weights else _spread_weights(state.anchor),
         gram=None if state.gram is None else state.gram.repeat_interleave(channels, 1),
     )
 

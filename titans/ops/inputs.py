@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,6 +26,7 @@ def check_inputs(
     network: object,
     loss: str,
     mask: Tensor | None,
+    rest: Sequence[Tensor] | None,
     max_norm: float | None,
     check_values: bool,
 ) -> None:
@@ -57,6 +60,11 @@ def check_inputs(
         if mask.dtype != torch.bool:
             raise ValueError(f"mask has dtype {mask.dtype}; expected bool, True where a token counts")
     _check_state(state, q, v, network)
+    if rest is not None and [tuple(r.shape) for r in rest] != [tuple(w.shape) for w in state.weights]:
+        raise ValueError(
+            f"rest has shapes {[tuple(r.shape) for r in rest]}; "
+            f"expected those of the weights, {[tuple(w.shape) for w in state.weights]}"
+        )
     if check_values:
         given = {"q": q, "k": k, "v": v, "theta": theta, "alpha": alpha, "eta": eta}
         for name, numbers in given.items():

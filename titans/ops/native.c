@@ -50,11 +50,20 @@ static REAL dot(int n, const REAL *restrict a, const REAL *restrict b) {
     return sum;
 }
 
-static void clip_rows(int rows, int n, REAL *w, REAL max_norm) {
+/* No row of w - rest keeps a norm above max_norm; rest may be NULL. */
+static void clip_rows(int rows, int n, REAL *w, const REAL *rest, REAL max_norm) {
     for (int o = 0; o < rows; o++, w += n) {
-        REAL norm = SQRT(dot(n, w, w));
+        REAL square = 0;
+        for (int i = 0; i < n; i++) {
+            REAL away = rest ? w[i] - rest[(size_t)o * n + i] : w[i];
+            square += away * away;
+        }
+        REAL norm = SQRT(square);
         if (norm > max_norm)
-            for (int i = 0; i < n; i++) w[i] *= max_norm / norm;
+            for (int i = 0; i < n; i++) {
+                REAL home = rest ? rest[(size_t)o * n + i] : 0;
+                w[i] = home + (w[i] - home) * (max_norm / norm);
+            }
     }
 }
 
@@ -69,11 +78,12 @@ typedef struct {
     double max_norm; /* 0: no guard */
 } Settings;
 
-/* What goes in. momenta, alpha, eta, live and ends (per row and tile) may be NULL. */
+/* What goes in. momenta, alpha, eta, live, ends (per row and tile) and rest may be NULL. */
 typedef struct {
     const int *outs, *ins;
     const REAL *q, *k, *v, *step, *alpha, *eta;
     const unsigned char *live, *ends;
+    REAL *const *rest; /* (rows, out, in) a layer: where forgetting returns to */
 } Inputs;
 
 /* One token's way through M_{t-1} and back: filled by study(). */
@@ -152,15 +162,25 @@ static int ends_here(const Settings *s, const Inputs *in, int row, int t) {
     return s->max_norm > 0 && in->ends && (t + 1) % s->tile == 0 && in->ends[(size_t)row * tiles + t / s->tile];
 }
 
+static const REAL *rest_row(const Inputs *in, int l, int row, int o) {
+    return in->rest ? in->rest[l] + ((size_t)row * in->outs[l] + o) * in->ins[l] : NULL;
+}
+
 /* S_t and M_t (Eq. 14, 13) in place for one row of a layer. */
-static void write_row(int n, REAL d, const Study *at, const REAL *restrict x, REAL *restrict w, REAL *restrict m) {
+static void write_row(int n, REAL d, const Study *at, const REAL *restrict x, const REAL *restrict rest,
+                      REAL *restrict w, REAL *restrict m) {
+    if (rest) {
+        REAL lost = 1 - at->keep;
+        for (int i = 0; i < n; i++) w[i] = at->keep * w[i] + lost * rest[i];
+    }
+    REAL keep = rest ? 1 : at->keep;
     if (m)
         for (int i = 0; i < n; i++) {
             m[i] = at->drag * m[i] - d * x[i];
-            w[i] = at->keep * w[i] + m[i];
+            w[i] = keep * w[i] + m[i];
         }
     else
-        for (int i = 0; i < n; i++) w[i] = at->keep * w[i] - d * x[i];
+        for (int i = 0; i < n; i++) w[i] = keep * w[i] - d * x[i];
 }
 
 /* weights, momenta: changed in place; saved_*: if not NULL, the state at the start of every segment. */
@@ -207,7 +227,9 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
                 if (s->bias) at.ask[inside - 1] = 1;
                 for (int o = 0; o < in->outs[l]; o++) {
                     REAL *row = w[l] + (size_t)o * inside;
-                    if (there) write_row(inside, at.step * delta[o], &at, x, row, momenta ? m[l] + (size_t)o * inside : NULL);
+                    if (there)
+                        write_row(inside, at.step * delta[o], &at, x, rest_row(in, l, r, o), row,
+                                  momenta ? m[l] + (size_t)o * inside : NULL);
                     at.z[o] = dot(inside, row, at.ask);
                 }
                 if (l + 1 < depth) activate(s->activation, in->outs[l], at.z, at.ask, at.told, NULL);
@@ -216,8 +238,8 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
             for (int o = 0; o < s->width_out; o++) out[o] = s->residual ? at.z[o] + query[o] : at.z[o];
             if (ends_here(s, in, r, t))
                 for (int l = 0; l < depth; l++) {
-                    clip_rows(in->outs[l], in->ins[l], w[l], (REAL)s->max_norm);
-                    if (momenta) clip_rows(in->outs[l], in->ins[l], m[l], (REAL)s->max_norm);
+                    clip_rows(in->outs[l], in->ins[l], w[l], rest_row(in, l, r, 0), (REAL)s->max_norm);
+                    if (momenta) clip_rows(in->outs[l], in->ins[l], m[l], NULL, (REAL)s->max_norm);
                 }
         }
         free(buffer);
@@ -226,22 +248,33 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
 }
 
 /* Pulls a gradient back through clip_rows; w is what was clipped. */
-static void clip_rows_back(int rows, int n, const REAL *w, REAL *grad, REAL max_norm) {
+static void clip_rows_back(int rows, int n, const REAL *w, const REAL *rest, REAL *grad, REAL *rest_grad,
+                           REAL max_norm) {
     for (int o = 0; o < rows; o++, w += n, grad += n) {
-        REAL square = dot(n, w, w), norm = SQRT(square);
-        if (norm > max_norm) {
-            REAL along = dot(n, w, grad) / square;
-            for (int i = 0; i < n; i++) grad[i] = max_norm / norm * (grad[i] - along * w[i]);
+        size_t row = (size_t)o * n;
+        REAL square = 0, along = 0;
+        for (int i = 0; i < n; i++) {
+            REAL away = rest ? w[i] - rest[row + i] : w[i];
+            square += away * away;
+            along += away * grad[i];
         }
+        REAL norm = SQRT(square);
+        if (norm > max_norm)
+            for (int i = 0; i < n; i++) {
+                REAL away = rest ? w[i] - rest[row + i] : w[i];
+                REAL pulled = max_norm / norm * (grad[i] - along / square * away);
+                if (rest) rest_grad[row + i] += grad[i] - pulled;
+                grad[i] = pulled;
+            }
     }
 }
 
 /* Gradients of everything that went in. grad_weights, grad_momenta hold those of the final state on entry and those of
- * the initial state on exit. saved_* are what titans_exact left. grad_gradient and grad_loss may be NULL. */
+ * the initial state on exit; grad_rest is added to. saved_* are what titans_exact left. grad_gradient and grad_loss may be NULL. */
 int titans_exact_backward(const Settings *s, const Inputs *in, REAL **saved_weights, REAL **saved_momenta,
                           const REAL *grad_y, const REAL *grad_gradient, const REAL *grad_loss, REAL **grad_weights,
                           REAL **grad_momenta, REAL *grad_q, REAL *grad_k, REAL *grad_v, REAL *grad_step,
-                          REAL *grad_alpha, REAL *grad_eta) {
+                          REAL *grad_alpha, REAL *grad_eta, REAL **grad_rest) {
     int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment;
     size_t total = 0;
     for (int l = 0; l < depth; l++) total += (size_t)in->outs[l] * in->ins[l];
@@ -296,12 +329,12 @@ int titans_exact_backward(const Settings *s, const Inputs *in, REAL **saved_weig
                 for (int l = 0; l < depth; l++) {
                     for (int o = 0; o < in->outs[l]; o++) {
                         size_t row = (size_t)o * in->ins[l];
-                        write_row(in->ins[l], at.step * at.delta[at.widest * l + o], &at, at.x + at.widest * l, w[l] + row,
-                                  has_momentum ? m[l] + row : NULL);
+                        write_row(in->ins[l], at.step * at.delta[at.widest * l + o], &at, at.x + at.widest * l,
+                                  rest_row(in, l, r, o), w[l] + row, has_momentum ? m[l] + row : NULL);
                     }
                     if (ends_here(s, in, r, t)) {
-                        clip_rows(in->outs[l], in->ins[l], w[l], (REAL)s->max_norm);
-                        if (has_momentum) clip_rows(in->outs[l], in->ins[l], m[l], (REAL)s->max_norm);
+                        clip_rows(in->outs[l], in->ins[l], w[l], rest_row(in, l, r, 0), (REAL)s->max_norm);
+                        if (has_momentum) clip_rows(in->outs[l], in->ins[l], m[l], NULL, (REAL)s->max_norm);
                     }
                 }
             }
@@ -325,14 +358,17 @@ int titans_exact_backward(const Settings *s, const Inputs *in, REAL **saved_weig
                     for (int l = 0; l < depth; l++)
                         for (int o = 0; o < in->outs[l]; o++) {
                             size_t row = (size_t)o * in->ins[l];
-                            write_row(in->ins[l], at.step * at.delta[W * l + o], &at, at.x + W * l, after[l] + row,
-                                      has_momentum ? after_m[l] + row : NULL);
+                            write_row(in->ins[l], at.step * at.delta[W * l + o], &at, at.x + W * l,
+                                      rest_row(in, l, r, o), after[l] + row, has_momentum ? after_m[l] + row : NULL);
                         }
                 }
                 if (end)
                     for (int l = 0; l < depth; l++) {
-                        clip_rows_back(in->outs[l], in->ins[l], after[l], w_bar[l], (REAL)s->max_norm);
-                        if (has_momentum) clip_rows_back(in->outs[l], in->ins[l], after_m[l], m_bar[l], (REAL)s->max_norm);
+                        REAL *rest_bar = in->rest ? grad_rest[l] + (size_t)r * in->outs[l] * in->ins[l] : NULL;
+                        clip_rows_back(in->outs[l], in->ins[l], after[l], rest_row(in, l, r, 0), w_bar[l], rest_bar,
+                                       (REAL)s->max_norm);
+                        if (has_momentum)
+                            clip_rows_back(in->outs[l], in->ins[l], after_m[l], NULL, m_bar[l], NULL, (REAL)s->max_norm);
                     }
                 memcpy(read_x, query, s->width_in * sizeof(REAL));
                 for (int l = 0; l < depth; l++) {
@@ -375,6 +411,10 @@ int titans_exact_backward(const Settings *s, const Inputs *in, REAL **saved_weig
                             size_t row = (size_t)o * inside;
                             REAL *wb = w_bar[l] + row, *old = w[l] + row, d = at.delta[W * l + o], *g = wb;
                             keep_bar += dot(inside, wb, old);
+                            if (in->rest) {
+                                keep_bar -= dot(inside, wb, rest_row(in, l, r, o));
+                                add(inside, 1 - at.keep, wb, grad_rest[l] + (size_t)r * in->outs[l] * inside + row);
+                            }
                             if (has_momentum) {
                                 g = m_bar[l] + row;
                                 add(inside, 1, wb, g);

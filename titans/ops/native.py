@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens
+from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens, split_rest
 
 SOURCE = Path(__file__).with_name("native.c")
 SEGMENT = 32  # tokens between two states that the backward pass keeps
@@ -46,6 +46,7 @@ class _Inputs(ctypes.Structure):
         ("outs", ctypes.POINTER(ctypes.c_int)),
         ("ins", ctypes.POINTER(ctypes.c_int)),
         *((name, ctypes.c_void_p) for name in ("q", "k", "v", "step", "alpha", "eta", "live", "ends")),
+        ("rest", ctypes.POINTER(ctypes.c_void_p)),
     ]  # fmt: skip
 
 
@@ -95,7 +96,7 @@ def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
     return library
 
 
-def available(rule: Rule, carry: Carry) -> bool:
+def available(rule: Rule, carry: Carry, resting: bool) -> bool:
     """Whether the compiled loop can do this work: deep memory, on a CPU, without a norm inside."""
     first = carry.weights[0]
     return (
@@ -103,6 +104,7 @@ def available(rule: Rule, carry: Carry) -> bool:
         and first.device.type == "cpu"
         and first.dtype in TYPES
         and rule.network.norm is None
+        and not (rule.decay_first and resting)
         and _library(first.dtype) is not None
     )
 
@@ -120,17 +122,20 @@ def run_native(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tu
         ]
         ends = torch.stack(rows, dim=1)
     live = None if tokens.live is None else tokens.live.to(torch.uint8).contiguous()
+    rest = split_rest(tokens.rest, carry.weights)
+    weights = tuple(w + r for w, r in zip(carry.weights, rest, strict=True)) if rest else carry.weights
     results: Tensors = _NativeExact.apply(
-        rule, stretch.tile, live, ends, len(carry.weights),
+        rule, stretch.tile, live, ends, (len(weights), len(carry.momentum)),
         tokens.q, tokens.k, tokens.v, rule.scale * tokens.theta, tokens.alpha, tokens.eta,
-        *carry.weights, *carry.momentum,
+        *weights, *carry.momentum, *rest,
     )  # fmt: skip
     count = 3 if rule.surprise else 1
     outputs, state = results[:count], results[count:]
     if rule.surprise:
         outputs = (outputs[0], rule.scale**2 * outputs[1], outputs[2])
-    depth = len(carry.weights)
-    return Carry(state[:depth], state[depth:], (), None), outputs
+    depth = len(weights)
+    away = tuple(w - r for w, r in zip(state[:depth], rest, strict=True)) if rest else state[:depth]
+    return Carry(away, state[depth:], (), None), outputs
 
 
 def _address(x: Tensor | None) -> ctypes.c_void_p:
@@ -150,12 +155,15 @@ class _NativeExact(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rule: Rule, tile: int, live: Tensor | None, ends: Tensor | None, depth: int, *tensors: Tensor | None
-    ) -> Tensors:
-        tokens = list(_plain(tensors[:6]))
-        state = [w.detach().clone(memory_format=torch.contiguous_format) for w in tensors[6:] if w is not None]
+        ctx: Any, rule: Rule, tile: int, live: Tensor | None, ends: Tensor | None, counts: tuple[int, int],
+        *tensors: Tensor | None,
+    ) -> Tensors:  # fmt: skip
+        tokens, groups = list(_plain(tensors[:6])), [w.detach() for w in tensors[6:] if w is not None]
+        depth = counts[0]
+        state = [w.clone(memory_format=torch.contiguous_format) for w in groups[: sum(counts)]]
+        rest = [w.contiguous() for w in groups[sum(counts) :]]
         weights, momentum = state[:depth], state[depth:]
-        settings, inputs, kept = _describe(rule, tile, live, ends, weights, tokens)
+        settings, inputs, kept = _describe(rule, tile, live, ends, weights, tokens, rest)
         n, slots = kept[0].shape[:2]
         needs = any(ctx.needs_input_grad)
         saved = [w.new_empty(n, -(-slots // SEGMENT), *w.shape[1:]) for w in state] if needs else []
@@ -170,37 +178,39 @@ class _NativeExact(torch.autograd.Function):
         )  # fmt: skip
         if failed:
             raise MemoryError("the compiled exact memory could not allocate its buffers")
-        ctx.rule, ctx.tile, ctx.live, ctx.ends, ctx.depth = rule, tile, live, ends, depth
+        ctx.rule, ctx.tile, ctx.live, ctx.ends, ctx.counts = rule, tile, live, ends, counts
         ctx.there = [x is not None for x in tokens]
-        ctx.save_for_backward(*(x for x in tokens if x is not None), *saved)
+        ctx.save_for_backward(*(x for x in tokens if x is not None), *rest, *saved)
         outputs = [y] if gradient is None or loss is None else [y, gradient, loss]
         return *outputs, *weights, *momentum
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rest = iter(ctx.saved_tensors)
-        tokens = [next(rest) if there else None for there in ctx.there]
-        saved = list(rest)
-        depth = ctx.depth
+        stored = iter(ctx.saved_tensors)
+        tokens = [next(stored) if there else None for there in ctx.there]
+        depth, total = ctx.counts[0], sum(ctx.counts)
+        others = list(stored)
+        rest, saved = others[: len(others) - total], others[len(others) - total :]
         settings, inputs, kept = _describe(
-            ctx.rule, ctx.tile, ctx.live, ctx.ends, [w[:, 0] for w in saved[:depth]], tokens
+            ctx.rule, ctx.tile, ctx.live, ctx.ends, [w[:, 0] for w in saved[:depth]], tokens, rest
         )
         count = 3 if ctx.rule.surprise else 1
         outputs = list(_plain(grads[:count]))
         gradient, loss = outputs[1:] if ctx.rule.surprise else (None, None)
         state = [g.clone(memory_format=torch.contiguous_format) for g in grads[count:]]
         to_tokens = [None if x is None else torch.empty_like(x) for x in tokens]
+        to_rest = [torch.zeros_like(r) for r in rest]
         library = _library(kept[0].dtype)
         assert library is not None
         failed = library.titans_exact_backward(
             ctypes.byref(settings), ctypes.byref(inputs), _addresses(saved[:depth]), _addresses(saved[depth:]),
             _address(outputs[0]), _address(gradient), _address(loss), _addresses(state[:depth]),
-            _addresses(state[depth:]), *(_address(x) for x in to_tokens),
+            _addresses(state[depth:]), *(_address(x) for x in to_tokens), _addresses(to_rest),
         )  # fmt: skip
         if failed:
             raise MemoryError("the compiled exact memory could not allocate its buffers")
-        return None, None, None, None, None, *to_tokens, *state
+        return None, None, None, None, None, *to_tokens, *state, *to_rest
 
 
 def _describe(
@@ -210,6 +220,7 @@ def _describe(
     ends: Tensor | None,
     weights: Sequence[Tensor],
     tokens: Sequence[Tensor | None],
+    rest: Sequence[Tensor],
 ) -> tuple[_Settings, _Inputs, list[Tensor]]:
     """The call's description for C, and the tensors that must outlive it."""
     k, v = tokens[1], tokens[2]
@@ -226,5 +237,6 @@ def _describe(
         widths(*(w.shape[1] for w in weights)),
         widths(*(w.shape[2] for w in weights)),
         *(_address(x) for x in (*tokens, live, ends)),
+        _addresses(rest),
     )
     return settings, inputs, [k, v]

@@ -28,6 +28,7 @@ def neural_memory_recurrent(
     network: Network = MemoryMLP(),  # noqa: B008 (frozen)
     loss: str = "squared",
     mask: Tensor | None = None,
+    rest: Sequence[Tensor] | None = None,
     bounded: bool = False,
     max_norm: float | None = None,
     guard_every: int | None = None,
@@ -48,8 +49,11 @@ def neural_memory_recurrent(
         network: ``network(weights, x) -> y``; any differentiable function.
         loss: ``"squared"``, ||M(k) - v||^2, or ``"dot"``, -<M(k), v>.
         mask: (batch, time) bool; a token that is False is skipped as if it were not there, and reads 0.
+        rest: weights that forgetting returns to, (batch, heads, out, in) a layer: M_t = (1 - alpha_t)(M_{t-1} - rest) +
+            rest + S_t. None: zero, Eq. 13 as written.
         bounded: divide each step by 1 + kappa, and by the square of how crowded its chunk is (docs/math.md, Bounds).
-        max_norm: every ``guard_every`` tokens (default: ``chunk_size``) no row of a weight keeps a larger norm.
+        max_norm: every ``guard_every`` tokens (default: ``chunk_size``) no row of M - rest, nor
+            of S, keeps a larger norm.
         decay_first: take the gradient at (1 - alpha_t) times the weights, as Gated DeltaNet does.
         first_order: the outer gradient treats the weights at which the inner gradient is taken as constants.
         return_surprise: also return each token's gradient norm and loss.
@@ -60,7 +64,7 @@ def neural_memory_recurrent(
     """
     check_inputs(
         q, k, v, theta, alpha, eta, state,
-        chunk_size=chunk_size, network=network, loss=loss, mask=mask, max_norm=max_norm, check_values=check_values,
+        chunk_size=chunk_size, network=network, loss=loss, mask=mask, rest=rest, max_norm=max_norm, check_values=check_values,
     )  # fmt: skip
     period = guard_every or chunk_size
     if period % chunk_size:
@@ -68,6 +72,7 @@ def neural_memory_recurrent(
     out_dtype, dtype = q.dtype, state.weights[0].dtype
     q, k, v, theta = (x.to(dtype) for x in (q, k, v, theta))
 
+    home = tuple(torch.zeros_like(w) for w in state.weights) if rest is None else tuple(r.to(dtype) for r in rest)
     weights, momentum, anchor, position = state.weights, state.momentum, state.anchor, state.position
     gram = state.gram if state.gram is not None else k.new_zeros(*k.shape[:2], k.shape[-1], k.shape[-1])
     present = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
@@ -87,7 +92,7 @@ def neural_memory_recurrent(
 
         starts = (position % chunk_size == 0).view(-1, 1, 1, 1)
         anchor = tuple(torch.where(starts, w, a) for w, a in zip(weights, anchor, strict=True))
-        at = tuple(keep * a for a in anchor) if decay_first else anchor
+        at = _forget(anchor, home, keep) if decay_first else anchor
         if first_order:
             at = tuple(a.detach() for a in at)
         u, loss_t = torch.func.grad(token_loss, has_aux=True)(at, key, value)  # Eq. 8, 12
@@ -107,7 +112,8 @@ def neural_memory_recurrent(
         else:
             update = tuple(eta_t * s - theta_t * x for s, x in zip(momentum, u, strict=True))  # Eq. 14
             momentum = _where(here, update, momentum)
-        weights = _where(here, tuple(keep * w + s for w, s in zip(weights, update, strict=True)), weights)  # Eq. 13
+        moved = tuple(w + s for w, s in zip(_forget(weights, home, keep), update, strict=True))  # Eq. 13
+        weights = _where(here, moved, weights)
         outputs.append(torch.where(here, network(weights, query), 0))  # Eq. 15
         norms.append(torch.where(present[:, t, None], squared_norm, 0))
         losses.append(torch.where(present[:, t, None], loss_t, 0))
@@ -115,7 +121,8 @@ def neural_memory_recurrent(
         position = (position + present[:, t]) % period
         ends = (position == 0).view(-1, 1, 1, 1) & here
         if max_norm is not None:
-            weights = _where(ends, tuple(clip_rows(w, max_norm) for w in weights), weights)
+            clipped = tuple(r + clip_rows(w - r, max_norm) for w, r in zip(weights, home, strict=True))
+            weights = _where(ends, clipped, weights)
             momentum = _where(ends, tuple(clip_rows(s, max_norm) for s in momentum), momentum)
 
     if outputs:
@@ -137,6 +144,10 @@ def clip_rows(weight: Tensor, max_norm: float) -> Tensor:
     """Scales down the rows of (..., out, in) whose norm is larger than ``max_norm``."""
     norm = torch.linalg.vector_norm(weight, dim=-1, keepdim=True)
     return weight * (max_norm / norm.clamp(min=max_norm))
+
+
+def _forget(weights: Sequence[Tensor], home: Sequence[Tensor], keep: Tensor) -> tuple[Tensor, ...]:
+    return tuple(keep * (w - r) + r for w, r in zip(weights, home, strict=True))
 
 
 def _gate(gate: Tensor) -> Tensor:
