@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -130,9 +131,7 @@ class NeuralMemory(nn.Module):
         self.gate_bias = nn.Parameter(torch.empty(len(gate_names), heads)) if gates == "constant" else None
         hidden = max(1, round(expansion * head_dim))
         widths = [head_dim, *[hidden] * (depth - 1), head_dim]
-        self.initial = nn.ParameterList(
-            torch.empty(heads, out, inside + int(bias)) for inside, out in zip(widths[:-1], widths[1:], strict=True)
-        )
+        self.initial = nn.ParameterList(torch.empty(heads, out, inside + int(bias)) for inside, out in pairwise(widths))
         self.norm = nn.RMSNorm(head_dim, eps=1e-2)
         self.to_gate = nn.Linear(dim, inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)

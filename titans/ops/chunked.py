@@ -45,7 +45,8 @@ def neural_memory_chunked(
     """
     return call_dual(
         ChunkKeys(), q, k, v, theta, alpha, eta, state,
-        tile=chunk_size, period=chunk_size, network=network, loss=loss, mask=mask, rest=rest, bounded=bounded, crowding=bounded,
+        tile=chunk_size, period=chunk_size, network=network, loss=loss, mask=mask, rest=rest,
+        bounded=bounded, crowding=bounded,
         max_norm=max_norm, anchored=True, decay_first=False, first_order=first_order,
         return_surprise=return_surprise, checkpoint_every=checkpoint_every, check_values=check_values,
     )  # fmt: skip

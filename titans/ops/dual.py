@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from titans.ops.coefficients import Coefficients, tile_coefficients
 from titans.ops.frame import Frame
@@ -394,6 +395,7 @@ class _Checkpointed(torch.autograd.Function):
         return *_join(outputs), *flat
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         tensors = list(ctx.saved_tensors)
         _, tokens = ctx.rebuild(tensors)
@@ -409,7 +411,7 @@ class _Checkpointed(torch.autograd.Function):
         for index in reversed(range(len(ctx.groups))):
             run, start, stop = ctx.groups[index]
             with torch.enable_grad():
-                flat, spec = _flatten_carry(ctx.carries[index])
+                flat, _ = _flatten_carry(ctx.carries[index])
                 flat = [x.detach().requires_grad_() for x in flat]
                 leaves = [
                     (x if whole else x[:, start:stop]).detach().requires_grad_(need)
@@ -479,7 +481,7 @@ def run_dual(
 
     The backward pass keeps the state at every ``checkpoint_every``-th tile and recomputes what lies between.
     """
-    batch, heads, time, _ = q.shape
+    batch, heads = q.shape[:2]
     out_dtype, dtype = q.dtype, state.weights[0].dtype
 
     def fold(x: Tensor, dead: float | None = None) -> Tensor:

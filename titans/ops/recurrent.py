@@ -64,7 +64,8 @@ def neural_memory_recurrent(
     """
     check_inputs(
         q, k, v, theta, alpha, eta, state,
-        chunk_size=chunk_size, network=network, loss=loss, mask=mask, rest=rest, max_norm=max_norm, check_values=check_values,
+        chunk_size=chunk_size, network=network, loss=loss, mask=mask, rest=rest, max_norm=max_norm,
+        check_values=check_values,
     )  # fmt: skip
     period = guard_every or chunk_size
     if period % chunk_size:
