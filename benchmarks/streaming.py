@@ -70,7 +70,7 @@ ROWS = [
 def make_memory(setting: str, mode: str, depth: int, dim: int = BOUNDS_DIM, seed: int = 0) -> NeuralMemory:
     """A memory of one head with random parameters.
 
-    default: as a new memory has them. fast: steps at their largest, momentum 0.99, next to no forgetting. wild: gates
+    default: as a new memory has them. fast: steps and momentum near their largest, next to no forgetting. wild: gates
     that swing with the token over all of (0, 1), sharper keys, longer convolutions, a start that is far from zero.
     """
     torch.manual_seed(seed)

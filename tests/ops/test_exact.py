@@ -33,6 +33,8 @@ DECAY_FIRST = [
     Case(depth=1, decay_first=True, channels=True, momentum=False),
     Case(decay_first=True, masked=True, bounded=True, surprise=True),
     Case(decay_first=True, first_order=True),
+    Case(decay_first=True, rest=True, masked=True),
+    Case(depth=1, decay_first=True, rest=True),
     Case(decay_first=True, loss="dot", forgetting=False),
 ]
 

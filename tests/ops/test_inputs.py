@@ -119,6 +119,10 @@ REFUSED: dict[str, tuple[Callable[[Call], Call], str]] = {
         option(network=MemoryMLP(residual=True)),
         "a residual memory needs equal widths in and out; q has 5, v has 4",
     ),
+    "a rest of another shape": (
+        option(rest=[torch.zeros(2, 2, 5, 5)]),
+        "rest has shapes [(2, 2, 5, 5)]; expected",
+    ),
     "a state of another batch": (
         on("weights", lambda w: tuple(x[:1] for x in w)),
         "state has (batch, heads) (1, 2), q has (2, 2); expected the same",

@@ -46,13 +46,16 @@ def by_hand(
     loss: str = "squared",
     first_order: bool = False,
     decay_first: bool = False,
+    rest: Sequence[Tensor] | None = None,
 ) -> tuple[Tensor, list[Tensor], list[Tensor], Tensor, Tensor]:
     """One sequence, one head: y, M, S, and each token's gradient norm and loss."""
     outputs, norms, losses = [], [], []
+    home = [torch.zeros_like(w) for w in weights] if rest is None else rest
     for t in range(len(q)):
         if t % chunk_size == 0:
             start = weights
-        at = [(1 - alpha[t]) * w for w in start] if decay_first and alpha is not None else start
+        keep = 1 if alpha is None else 1 - alpha[t]
+        at = [keep * (w - r) + r for w, r in zip(start, home, strict=True)] if decay_first else start
         at = [(w.detach() if first_order else w * 1).requires_grad_() for w in at]
         answer = network(at, k[t])
         l = ((answer - v[t]) ** 2).sum() if loss == "squared" else -(answer * v[t]).sum()  # Eq. 12
@@ -61,15 +64,15 @@ def by_hand(
             surprise = [-theta[t] * g for g in u]  # Eq. 8
         else:
             momentum = surprise = [eta[t] * s - theta[t] * g for s, g in zip(momentum, u, strict=True)]  # Eq. 14
-        keep = 1 if alpha is None else 1 - alpha[t]
-        weights = [keep * w + s for w, s in zip(weights, surprise, strict=True)]  # Eq. 13
+        kept = [keep * (w - r) + r for w, r in zip(weights, home, strict=True)]
+        weights = [w + s for w, s in zip(kept, surprise, strict=True)]  # Eq. 13
         outputs.append(network(weights, q[t]))  # Eq. 15
         norms.append(torch.cat([g.flatten() for g in u]).norm())
         losses.append(l)
     return torch.stack(outputs), weights, momentum, torch.stack(norms), torch.stack(losses)
 
 
-def written_out(network: Network, *tensors: Any, **options: Any) -> tuple[Any, ...]:
+def written_out(network: Network, *tensors: Any, rest: Sequence[Tensor] | None, **options: Any) -> tuple[Any, ...]:
     """``by_hand`` with the op's signature: every sequence and head on its own."""
     q, k, v, theta, alpha, eta, state, chunk_size = tensors
     cells = []
@@ -77,7 +80,9 @@ def written_out(network: Network, *tensors: Any, **options: Any) -> tuple[Any, .
         for h in range(HEADS):
             gates = (None if g is None else g[b, h] for g in (theta, alpha, eta))
             weights, momentum = ([w[b, h] for w in group] for group in (state.weights, state.momentum))
-            cells.append(by_hand(network, q[b, h], k[b, h], v[b, h], *gates, weights, momentum, chunk_size, **options))
+            home = None if rest is None else [r[b, h] for r in rest]
+            tokens = (x[b, h] for x in (q, k, v))
+            cells.append(by_hand(network, *tokens, *gates, weights, momentum, chunk_size, rest=home, **options))
 
     def join(parts: Sequence[Tensor]) -> Tensor:
         return torch.stack(list(parts)).unflatten(0, (BATCH, HEADS))
@@ -96,10 +101,11 @@ def recurrent(network: Network, *tensors: Any, **options: Any) -> tuple[Any, ...
 def assert_same_rule(call: Call, chunk_size: int, hand: Network, network: Network, **options: Any) -> None:
     """Values and gradients of the op and of ``by_hand``; ``hand`` maps one vector, ``network`` many."""
     found = []
-    for run in (lambda *a: recurrent(network, *a, **options), lambda *a: written_out(hand, *a, **options)):
+    for run, m in ((recurrent, network), (written_out, hand)):
         leaves = call.map(lambda name, x: x.detach().clone().requires_grad_())
+        tokens = (leaves.q, leaves.k, leaves.v, leaves.theta, leaves.alpha, leaves.eta)
         y, weights, momentum, norms, losses = run(
-            leaves.q, leaves.k, leaves.v, leaves.theta, leaves.alpha, leaves.eta, leaves.start(), chunk_size
+            m, *tokens, leaves.start(), chunk_size, rest=leaves.rest or None, **options
         )
         outputs = [y, *weights, *(momentum if call.eta is not None else ()), norms, losses]
         cotangents = [draw(*x.shape, seed=i) for i, x in enumerate(outputs)]
@@ -125,6 +131,12 @@ def test_it_is_equations_12_to_15(chunk_size: int, forgetting: bool, momentum: b
 @pytest.mark.parametrize("chunk_size", [1, 3])
 def test_its_variants_are_what_they_say(chunk_size: int, options: dict[str, Any]) -> None:
     assert_same_rule(make(Case(time=7)), chunk_size, two_layers, batched, **options)
+
+
+@pytest.mark.parametrize("chunk_size", [1, 3])
+def test_what_is_forgotten_returns_to_where_the_memory_rests(chunk_size: int) -> None:
+    assert_same_rule(make(Case(time=7, rest=True)), chunk_size, two_layers, batched)
+    assert_same_rule(make(Case(time=7, rest=True)), chunk_size, two_layers, batched, decay_first=True)
 
 
 def test_any_callable_is_a_memory() -> None:

@@ -34,7 +34,7 @@ STREAMS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "chunked, deep": ("chunked", Case(bias=True, surprise=True), {}),
     "chunked, masked": ("chunked", Case(masked=True), {}),
     "chunked, bounded and guarded": ("chunked", Case(bounded=True, max_norm=0.5), {}),
-    "chunked, bounded and guarded, masked": ("chunked", Case(bounded=True, max_norm=0.5, masked=True), {}),
+    "chunked, bounded and guarded, masked": ("chunked", Case(bounded=True, max_norm=0.5, masked=True, rest=True), {}),
     "chunked, channel gates": ("chunked", Case(depth=1, channels=True, bounded=True, masked=True), {}),
     "exact, linear": ("exact", Case(depth=1), {}),
     "exact, deep": ("exact", Case(bias=True, surprise=True), {}),
@@ -42,17 +42,17 @@ STREAMS: dict[str, tuple[str, Case, dict[str, Any]]] = {
     "exact by sweeps": ("exact by sweeps", Case(bias=True, surprise=True), {}),
     "exact by sweeps, bounded and guarded, masked": (
         "exact by sweeps",
-        Case(bounded=True, max_norm=0.5, masked=True),
+        Case(bounded=True, max_norm=0.5, masked=True, rest=True),
         {"guard_every": 6},
     ),
     "exact, linear, guarded, masked": ("exact", Case(depth=1, max_norm=0.5, masked=True), {"guard_every": 6}),
     "exact, bounded and guarded": ("exact", Case(bounded=True, max_norm=0.5), {"guard_every": 12}),
     "exact, bounded and guarded, masked": (
         "exact",
-        Case(bounded=True, max_norm=0.5, masked=True),
+        Case(bounded=True, max_norm=0.5, masked=True, rest=True),
         {"guard_every": 6},
     ),
-    "recurrent, in chunks": ("recurrent", Case(bounded=True, max_norm=0.5, masked=True), {}),
+    "recurrent, in chunks": ("recurrent", Case(bounded=True, max_norm=0.5, masked=True, rest=True), {}),
 }
 every_stream = pytest.mark.parametrize("stream", STREAMS)
 

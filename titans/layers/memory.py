@@ -28,6 +28,7 @@ GATES = ("token", "constant")
 HOMES = ("start", "zero")
 BLOCK = 512  # tokens that are read at a time when no graph is needed
 UNIT_EPS = 1e-12  # added to a squared length before it is divided by
+ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -148,7 +149,8 @@ class NeuralMemory(nn.Module):
             nn.init.normal_(self.conv, std=0.1)
             self.conv[-1] += 1.0  # the present token passes
             self.conv[:, :inner] = self.conv[:, inner : 2 * inner]
-        start = {"theta": 0.0, "alpha": math.log(0.0025 / 0.9975), "eta": 0.0}
+        first = {"theta": 0.5, "alpha": 0.0025, "eta": 0.5 / ETA_MAX}
+        start = {name: math.log(value / (1 - value)) for name, value in first.items()}
         bias = torch.tensor([start[name] for name in self.gate_names])
         if self.to_gates is not None:
             nn.init.normal_(self.to_gates.weight, std=0.1 * self.dim**-0.5)
@@ -302,7 +304,7 @@ class NeuralMemory(nn.Module):
             assert self.gate_bias is not None
             raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])
         gate = dict(zip(self.gate_names, torch.sigmoid(raw).unbind(0), strict=True))
-        eta = gate.get("eta")
+        eta = ETA_MAX * gate["eta"] if self.momentum else None
         theta = self.theta_max * gate["theta"]
         if eta is not None:
             theta = theta * (1 - eta)
