@@ -164,8 +164,8 @@ def draw_forgetting(case: Case, *shape: int, seed: int) -> Tensor:
     """A gate from all of [0, 1]; for deep memory only at the end.
 
     Once a deep memory has forgotten everything, its gradients are zero and it stays empty: little to compare. A row
-    that the guard has cut and that nothing moves until the next check stands where cutting has no derivative, so a
-    guarded memory always forgets a little.
+    that the guard has cut and that nothing moves until the next check stands where cutting has no derivative, so in a
+    guarded memory both weights and momentum always fade a little.
     """
     alpha = draw_gate(*shape, seed=seed)
     if case.depth > 1:
@@ -194,6 +194,7 @@ def make(case: Case, dtype: torch.dtype = torch.float64) -> Call:
     def tokens(width: int, number: int) -> Tensor:
         return draw(BATCH, HEADS, case.time, width, seed=seed + number)
 
+    most = 1.0 if case.max_norm is None else 0.999
     options: dict[str, Any] = {"loss": case.loss, "bounded": case.bounded, "max_norm": case.max_norm}
     options |= {"first_order": case.first_order, "return_surprise": case.surprise}
     norm = (1 + 0.3 * draw(HEADS, out, seed=seed + 8), 0.3 * draw(HEADS, out, seed=seed + 9)) if case.norm else ()
@@ -203,7 +204,7 @@ def make(case: Case, dtype: torch.dtype = torch.float64) -> Call:
         v=tokens(out, 3),
         theta=case.step * draw_gate(*gate, seed=seed + 4),
         alpha=draw_forgetting(case, *gate, seed=seed + 5) if case.forgetting else None,
-        eta=draw_gate(*gate, seed=seed + 6) if case.momentum else None,
+        eta=draw_gate(*gate, seed=seed + 6).clamp(max=most) if case.momentum else None,
         weights=tuple(draw(*s, seed=seed + 20 + i) * s[-1] ** -0.5 for i, s in enumerate(shapes)),
         momentum=tuple(0.1 * draw(*s, seed=seed + 40 + i) for i, s in enumerate(shapes)),
         norm=norm,
@@ -236,8 +237,16 @@ def values_and_gradients(op: Op, call: Call, chunk_size: int | None, **options: 
     return found | {f"gradient of {name}": g for name, g in zip(leaves, gradients, strict=True)}
 
 
-def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float = TOLERANCE) -> None:
-    """Every tensor within ``tolerance`` of the expected one, relative to the largest number in it."""
+def assert_same(
+    actual: Mapping[str, Tensor],
+    expected: Mapping[str, Tensor],
+    tolerance: float = TOLERANCE,
+    slack: Mapping[str, float] | None = None,
+) -> None:
+    """Every tensor within ``tolerance`` of the expected one, relative to the largest number in it.
+
+    ``slack`` may allow single tensors more.
+    """
     assert actual.keys() == expected.keys()
     wrong = []
     for name, want in expected.items():
@@ -246,7 +255,7 @@ def assert_same(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], to
         assert want.isfinite().all(), f"the expected {name} is not finite: the case is too hard"
         if want.numel():
             error = relative_error(found, want)
-            if not error <= tolerance:
+            if not error <= max(tolerance, (slack or {}).get(name, 0)):
                 wrong.append(f"{name}: {error:.1e}")
     assert not wrong, "relative errors: " + ", ".join(wrong)
 
@@ -256,8 +265,12 @@ def relative_error(found: Tensor, want: Tensor) -> float:
     return float((found - want).abs().amax() / want.abs().amax().clamp(min=FLOOR))
 
 
-def assert_equals_the_definition(op: Op, case: Case, tolerance: float = TOLERANCE) -> None:
-    """The chunked rule against token by token with the same chunk, the exact rule against token by token."""
+def assert_equals_the_definition(op: Op, case: Case, allow_chaos: bool = False) -> None:
+    """The chunked rule against token by token with the same chunk, the exact rule against token by token.
+
+    ``allow_chaos``: where the definition itself is moved by rounding errors in its inputs, another way to compute it
+    may be off by a hundred times as much.
+    """
     both: dict[str, Any] = {}
     chunk = case.chunk
     if op is not neural_memory_chunked:
@@ -268,7 +281,13 @@ def assert_equals_the_definition(op: Op, case: Case, tolerance: float = TOLERANC
     call = make(case)
     expected = values_and_gradients(neural_memory_recurrent, call, chunk, **both)
     every = {"checkpoint_every": case.checkpoint_every}
-    assert_same(values_and_gradients(op, call, case.chunk, **both, **every), expected, tolerance)
+    actual = values_and_gradients(op, call, case.chunk, **both, **every)
+    slack = None
+    if allow_chaos:
+        nearby = call.map(lambda _, x: x * (1 - 1e-15 * torch.rand_like(x)))
+        moved = values_and_gradients(neural_memory_recurrent, nearby, chunk, **both)
+        slack = {name: 100 * relative_error(moved[name], x) for name, x in expected.items() if x.numel()}
+    assert_same(actual, expected, slack=slack)
 
 
 def assert_identical(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
