@@ -105,6 +105,14 @@ class NeuralMemory(nn.Module):
             head_dim = dim // heads
         if chunk_size is not None and chunk_size < 1:
             raise ValueError(f"chunk_size is {chunk_size}; expected a whole number of at least 1")
+        if head_dim < 1:
+            raise ValueError(f"head_dim is {head_dim}; expected a whole number of at least 1")
+        if sweeps is not None and sweeps < 0:
+            raise ValueError(f"sweeps is {sweeps}; expected a whole number of at least 0")
+        if not max_norm > 0:
+            raise ValueError(f"max_norm is {max_norm}; expected a positive number")
+        if checkpoint_every is not None and checkpoint_every < 1:
+            raise ValueError(f"checkpoint_every is {checkpoint_every}; expected a whole number of at least 1")
         if conv_kernel < 0:
             raise ValueError(f"conv_kernel is {conv_kernel}; expected 0 (none) or the kernel's width")
         if not 0 < theta_max <= 1:
@@ -342,7 +350,7 @@ class NeuralMemory(nn.Module):
                 mask=mask, rest=rest, bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
                 return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
             )  # fmt: skip
-        guard_every = GUARD_EVERY if self.chunk_size == 1 else self.chunk_size
+        guard_every = GUARD_EVERY if self.chunk_size == 1 and self.bounded else None
         return neural_memory_recurrent(
             q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
                 rest=rest,

@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from titans.ops.coefficients import Coefficients, tile_coefficients
 from titans.ops.frame import Frame
 from titans.ops.network import ACTIVATIONS, LAYER_NORM_EPS, MemoryMLP, append_one, layer_norm_vjp
-from titans.ops.recurrent import TINY, clip_rows
+from titans.ops.recurrent import ROOT_TINY, TINY, clip_rows
 from titans.ops.state import MemoryState, Surprise
 
 Tensors = tuple[Tensor, ...]
@@ -492,9 +492,9 @@ def run_dual(
         live = frame.live.to(dtype).repeat_interleave(heads, 0)
     norm = rule.network.norm
     tokens = Tokens(
-        fold(q),
-        fold(k),
-        fold(v),
+        fold(q, 0.0),
+        fold(k, 0.0),
+        fold(v, 0.0),
         fold(theta, 0.0),
         None if alpha is None else fold(alpha, 0.0),
         None if eta is None else fold(eta, 1.0),
@@ -568,5 +568,5 @@ def run_dual(
     surprise = None
     if rule.surprise:
         gradient, loss = (frame.take(x.unflatten(0, (batch, heads))) for x in outputs[1:])
-        surprise = Surprise(torch.sqrt(gradient + TINY), loss)
+        surprise = Surprise(torch.sqrt(gradient + ROOT_TINY), loss)
     return y, new_state, surprise

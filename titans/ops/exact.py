@@ -21,6 +21,7 @@ from titans.ops.state import MemoryState, Surprise
 
 GUARD_EVERY = 64
 LINEAR_TILE, DEEP_TILE = 64, 8
+LARGEST = 1e10  # numbers of a sweep stay below this
 
 
 def neural_memory_exact(
@@ -68,6 +69,8 @@ def neural_memory_exact(
         raise ValueError(f"sweeps is {sweeps}; expected a whole number of at least 0")
     if tolerance is not None and not tolerance > 0:
         raise ValueError(f"tolerance is {tolerance}; expected a positive number")
+    if guard_every < 1:
+        raise ValueError(f"guard_every is {guard_every}; expected a whole number of at least 1")
     if chunk_size is None:
         chunk_size = LINEAR_TILE if len(state.weights) == 1 else DEEP_TILE
     if max_norm is not None and isinstance(chunk_size, int) and chunk_size > 0:
@@ -228,6 +231,7 @@ def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: 
         if guess is not None:
             products = past.key_products if layer == 0 else torch.bmm(x, x.mT) * past.products
             z = torch.baddbmm(z, products * guess[-1].unsqueeze(1), guess[layer], alpha=-1)
+        z = _tame(z)
         x, slope = activation.with_derivative(z)
         slopes.append(slope)
     x = rule.inputs(x)
@@ -242,18 +246,23 @@ def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: 
     else:
         step = tile.step
     applied = past.products * step.unsqueeze(1)
-    output = _last_layer(rule, tile, z, squares * applied, guess)
+    output = _last_layer(rule, tile, z, squares * applied, guess, deep=depth > 1)
 
     deltas = [output.delta]
     for layer in range(depth - 1, 0, -1):
         delta, hidden = deltas[-1], weights[layer].hidden
         back = _blend(past, torch.bmm(delta, weights[layer].backward), hidden)
         back = torch.baddbmm(back, torch.bmm(delta, delta.mT) * applied, inputs[layer][..., :hidden], alpha=-1)
-        deltas.append(back * slopes[layer - 1])
+        deltas.append(_tame(back) * slopes[layer - 1])
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
 
 
-def _last_layer(rule: Rule, tile: Tile, z: Tensor, system: Tensor, guess: Tensors | None) -> Output:
+def _tame(x: Tensor) -> Tensor:
+    """A sweep may overflow on tokens it has not reached yet: zero times infinity must not spoil those before."""
+    return torch.nan_to_num(x, nan=0.0, posinf=LARGEST, neginf=-LARGEST).clamp(-LARGEST, LARGEST)
+
+
+def _last_layer(rule: Rule, tile: Tile, z: Tensor, system: Tensor, guess: Tensors | None, deep: bool) -> Output:
     """The loss and its gradients, given what the tile's first state says (z) and how tokens act on later ones."""
     if tile.norm is not None:  # not linear in z, so swept like the other layers
         if guess is not None:
@@ -266,6 +275,8 @@ def _last_layer(rule: Rule, tile: Tile, z: Tensor, system: Tensor, guess: Tensor
         return output
     # (I + system) delta = the error that the tile's first state alone would make
     delta = torch.linalg.solve_triangular(system, output.delta, upper=False, unitriangular=True)
+    if deep:
+        delta = _tame(delta) + 0 * (tile.k.sum(-1, keepdim=True) + tile.v.sum(-1, keepdim=True))  # a NaN stays one
     return Output(delta, delta, delta.square().sum(-1) if rule.surprise else None)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titans.ops.dual import KeyPass, Rule, run_dual
 from titans.ops.frame import make_frame
-from titans.ops.inputs import check_inputs
+from titans.ops.inputs import check_inputs, check_position
 from titans.ops.network import MemoryMLP
 from titans.ops.state import MemoryState, Surprise
 
@@ -48,11 +48,8 @@ def call_dual(
     )  # fmt: skip
     if checkpoint_every is not None and checkpoint_every < 1:
         raise ValueError(f"checkpoint_every is {checkpoint_every}; expected a whole number of at least 1")
-    if period is not None and bool((state.position >= period).any()):
-        raise ValueError(
-            f"state stands at token {int(state.position.max())} of its open chunk; expected less than {period}: "
-            "it comes from a memory with a larger chunk"
-        )
+    if period is not None:
+        check_position(state, period)
     if q.shape[0] == 0 or q.shape[2] == 0:
         empty = v.new_zeros(q.shape[:3])
         y = torch.empty_like(v)

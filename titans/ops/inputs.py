@@ -77,6 +77,15 @@ def check_inputs(
                     raise ValueError(f"{name} has values from {low:.4g} to {high:.4g}; expected them in [0, 1]")
 
 
+def check_position(state: MemoryState, period: int) -> None:
+    """Raises a ``ValueError`` if the state stands beyond a chunk of ``period`` tokens."""
+    if bool((state.position >= period).any()):
+        raise ValueError(
+            f"state stands at token {int(state.position.max())} of its open chunk; expected less than {period}: "
+            "it comes from a memory with a larger chunk"
+        )
+
+
 def check_finite(name: str, x: Tensor) -> None:
     """Raises a ``ValueError`` that says where the first NaN or infinity stands."""
     if bool(torch.isfinite(x.detach().sum())):  # one cheap pass; a sum that overflows is looked at more closely

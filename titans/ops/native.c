@@ -7,7 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define TINY ((REAL)1e-30)
+#define TINY ((REAL)1e-15)
 
 enum { SILU, GELU, GELU_TANH, RELU };
 

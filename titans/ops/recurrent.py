@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from titans.ops.inputs import check_inputs
+from titans.ops.inputs import check_inputs, check_position
 from titans.ops.network import MemoryMLP
 from titans.ops.state import MemoryState, Surprise
 
-TINY = 1e-30
+TINY = 1e-15  # added to squared norms before they are divided by: its own square still fits into float32
+ROOT_TINY = 1e-30  # added under the surprise's square root, so that it has a slope at 0
 Network = Callable[[Sequence[Tensor], Tensor], Tensor]
 
 
@@ -67,9 +68,10 @@ def neural_memory_recurrent(
         chunk_size=chunk_size, network=network, loss=loss, mask=mask, rest=rest, max_norm=max_norm,
         check_values=check_values,
     )  # fmt: skip
-    period = guard_every or chunk_size
-    if period % chunk_size:
+    period = chunk_size if guard_every is None else guard_every
+    if period < 1 or period % chunk_size:
         raise ValueError(f"guard_every is {period}; expected a multiple of chunk_size, {chunk_size}")
+    check_position(state, period)
     out_dtype, dtype = q.dtype, state.weights[0].dtype
     q, k, v, theta = (x.to(dtype) for x in (q, k, v, theta))
 
@@ -77,6 +79,7 @@ def neural_memory_recurrent(
     weights, momentum, anchor, position = state.weights, state.momentum, state.anchor, state.position
     gram = state.gram if state.gram is not None else k.new_zeros(*k.shape[:2], k.shape[-1], k.shape[-1])
     present = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if mask is None else mask
+    q, k, v = (torch.where(present[:, None, :, None], x, 0) for x in (q, k, v))
 
     def token_loss(weights: Sequence[Tensor], key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         y = network(weights, key)
@@ -124,7 +127,8 @@ def neural_memory_recurrent(
         if max_norm is not None:
             clipped = tuple(r + clip_rows(w - r, max_norm) for w, r in zip(weights, home, strict=True))
             weights = _where(ends, clipped, weights)
-            momentum = _where(ends, tuple(clip_rows(s, max_norm) for s in momentum), momentum)
+            if eta is not None:
+                momentum = _where(ends, tuple(clip_rows(s, max_norm) for s in momentum), momentum)
 
     if outputs:
         starts = (position % chunk_size == 0).view(-1, 1, 1, 1)
@@ -138,7 +142,7 @@ def neural_memory_recurrent(
     if not norms:
         empty = v.new_zeros(q.shape[:3])
         return y, new_state, Surprise(empty, empty)
-    return y, new_state, Surprise(torch.sqrt(torch.stack(norms, dim=-1) + TINY), torch.stack(losses, dim=-1))
+    return y, new_state, Surprise(torch.sqrt(torch.stack(norms, dim=-1) + ROOT_TINY), torch.stack(losses, dim=-1))
 
 
 def clip_rows(weight: Tensor, max_norm: float) -> Tensor:

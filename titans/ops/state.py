@@ -166,12 +166,19 @@ class MemoryState:
             position = tensors.get("position")
             if position is None or position.shape != state.position.shape or position.dtype != torch.int64:
                 raise ValueError("position is missing or has the wrong shape")
+            if bool((position < 0).any()):
+                raise ValueError("position is negative")
+            gram, conv = tensors.get("gram"), group("conv")
+            if gram is not None and gram.shape[:2] != state.weights[0].shape[:2]:
+                raise ValueError("gram and weights have different batch or heads")
+            if any(len(c) != state.batch_size for c in conv):
+                raise ValueError("conv and weights have different batch sizes")
         except ValueError as error:
             raise ValueError(f"{target} holds a damaged memory state: {error}") from error
         return replace(
             state,
             anchor=anchor or state.weights,
             position=position,
-            gram=tensors.get("gram"),
-            conv=group("conv"),
+            gram=gram,
+            conv=conv,
         )
