@@ -26,7 +26,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from titans.evaluation.demo import write_atomically
+from titans.evaluation.files import write_atomically
 from titans.evaluation.recall import RecallConfig, run_recall
 
 LENGTHS = (64, 1024)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titans.evaluation import memory_benchmark
+from titans.evaluation.files import write_atomically
 from titans.evaluation.memory_benchmark import (
     BOTH,
     CONTENDERS,
@@ -27,7 +28,6 @@ from titans.evaluation.memory_benchmark import (
     projection_flops,
     run_memory_benchmark,
     run_pass,
-    write_atomically,
     write_json,
     write_plot,
 )

@@ -10,7 +10,6 @@ import os
 import platform
 import queue
 import time
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import contextmanager
@@ -25,6 +24,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from titans.evaluation.files import write_atomically
 from titans.evaluation.recall import RecallConfig, run_recall
 
 LENGTHS: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -254,16 +254,6 @@ def render_html(report: Report, picture: bytes) -> str:
 def _command(seeds: Sequence[int], quick: bool) -> str:
     given = [] if tuple(seeds) == SEEDS else [f"--seed {seed}" for seed in seeds]
     return " ".join(["titans demo", *given, *(["--quick"] if quick else [])])
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write under a temporary name first, so that the file is never seen half written."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def _require_matplotlib() -> None:

@@ -23,7 +23,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -34,6 +33,7 @@ import torch
 from torch import Tensor, nn
 
 import titans
+from titans.evaluation.files import write_atomically
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -742,17 +742,6 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
                     )
             rows.append(row)
     return rows
-
-
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write under a temporary name beside `path`, then rename: `path` is never seen half written."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def write_json(report: dict[str, Any], path: Path) -> None:
