@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from titans.ops.coefficients import Coefficients
-from titans.ops.dual import Carry, Keys, Rule, Stretch, Tensors, Tile, Tokens, finish_keys, output_error
+from titans.ops.dual import (
+    Carry,
+    Keys,
+    Rule,
+    Stretch,
+    Tensors,
+    Tile,
+    Tokens,
+    finish_keys,
+    join_outputs,
+    output_error,
+    run_tiles,
+)
 from titans.ops.fold import call_dual
+from titans.ops.native import chunked as native
 from titans.ops.network import ACTIVATIONS, MemoryMLP
 from titans.ops.state import MemoryState, Surprise
 
@@ -44,7 +58,7 @@ def neural_memory_chunked(
             default: so many that their graph takes about 128 MB.
     """
     return call_dual(
-        ChunkKeys(), q, k, v, theta, alpha, eta, state,
+        ChunkKeys(checkpoint_every), q, k, v, theta, alpha, eta, state,
         tile=chunk_size, period=chunk_size, network=network, loss=loss, mask=mask, rest=rest,
         bounded=bounded, crowding=bounded,
         max_norm=max_norm, anchored=True, decay_first=False, first_order=first_order,
@@ -52,11 +66,33 @@ def neural_memory_chunked(
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
 class ChunkKeys:
     """The chunked rule's key pass: forward and backpropagate all keys of a chunk through its anchor."""
 
-    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> None:
-        """There is no shortcut."""
+    checkpoint_every: int | None
+
+    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors] | None:
+        """The compiled loop for whole chunks; a chunk that was entered or is left half way goes the other way."""
+        tile, ends = stretch
+        start = 1 if carry.anchor else 0
+        stop = len(ends) if ends[-1] is True else len(ends) - 1
+        if stop <= start or any(end is not True for end in ends[:stop]):
+            return None
+        if not native.available(rule, carry._replace(anchor=(), gram=None)):
+            return None
+        outputs = []
+        if start:
+            carry, out = run_tiles(rule, self, Stretch(tile, ends[:1]), carry, tokens.slots(0, tile))
+            outputs.append(out)
+        middle = tokens.slots(start * tile, stop * tile)
+        carry, out = native.run_chunked(rule, tile, carry, middle, self.checkpoint_every or 1)
+        outputs.append(out)
+        if stop < len(ends):
+            last = tokens.slots(stop * tile, len(ends) * tile)
+            carry, out = run_tiles(rule, self, Stretch(tile, ends[stop:]), carry, last)
+            outputs.append(out)
+        return carry, join_outputs(outputs)
 
     def prepare(
         self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients

@@ -73,6 +73,11 @@ class Tokens(NamedTuple):
     norm: Tensor | None  # (batch * heads, 2, width): the network's LayerNorm, not per token
     rest: Tensor | None  # (batch * heads, all weights of all layers): where forgetting returns to, not per token
 
+    def slots(self, start: int, stop: int) -> Tokens:
+        """Those of some slots."""
+        parts = (None if x is None else x[:, start:stop] for x in self[:PER_TOKEN])
+        return Tokens(*parts, norm=self.norm, rest=self.rest)  # type: ignore[arg-type, misc]
+
 
 PER_TOKEN = 7  # so many fields of Tokens have a time dimension
 
@@ -358,11 +363,6 @@ def _flatten(carry: Carry, tokens: Tokens) -> tuple[list[Tensor], Callable[[list
     return tensors, rebuild
 
 
-def _slice(tokens: Tokens, start: int, stop: int) -> Tokens:
-    parts = (None if x is None else x[:, start:stop] for x in tokens[:PER_TOKEN])
-    return Tokens(*parts, norm=tokens.norm, rest=tokens.rest)  # type: ignore[arg-type, misc]
-
-
 def split_rest(rest: Tensor | None, weights: Tensors) -> Tensors:
     """``Tokens.rest`` as one (n, out, in) tensor a layer; empty if there is none."""
     if rest is None:
@@ -371,7 +371,7 @@ def split_rest(rest: Tensor | None, weights: Tensors) -> Tensors:
     return tuple(part.view(len(w), *w.shape[1:]) for part, w in zip(parts, weights, strict=True))
 
 
-def _join(parts: list[Tensors]) -> Tensors:
+def join_outputs(parts: list[Tensors]) -> Tensors:
     """Consecutive stretches of outputs as one."""
     return parts[0] if len(parts) == 1 else tuple(torch.cat(group, dim=1) for group in zip(*parts, strict=True))
 
@@ -385,14 +385,14 @@ class _Checkpointed(torch.autograd.Function):
         carries, outputs = [], []
         for run, start, stop in groups:
             carries.append(carry)
-            carry, out = run(carry, _slice(tokens, start, stop))
+            carry, out = run(carry, tokens.slots(start, stop))
             outputs.append(out)
         ctx.groups, ctx.rebuild, ctx.carries = groups, rebuild, carries
         ctx.save_for_backward(*tensors)
         flat, ctx.final = _flatten_carry(carry)
         finish["carry"] = ctx.final
         finish["outputs"] = len(outputs[0])
-        return *_join(outputs), *flat
+        return *join_outputs(outputs), *flat
 
     @staticmethod
     @once_differentiable
@@ -548,9 +548,9 @@ def run_dual(
     else:
         parts = []
         for run, start, stop in groups:
-            carry, out = run(carry, _slice(tokens, start, stop))
+            carry, out = run(carry, tokens.slots(start, stop))
             parts.append(out)
-        outputs = _join(parts)
+        outputs = join_outputs(parts)
 
     def part(group: Tensors) -> Tensors:
         return tuple(w.unflatten(0, (batch, heads)) for w in group)

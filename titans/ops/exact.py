@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans.ops import native
 from titans.ops.coefficients import Coefficients
 from titans.ops.dual import Carry, Keys, Output, Rule, Stretch, Tensors, Tile, Tokens, finish_keys, output_error
 from titans.ops.fold import call_dual
+from titans.ops.native import exact as native
 from titans.ops.network import ACTIVATIONS, MemoryMLP
 from titans.ops.recurrent import TINY
 from titans.ops.state import MemoryState, Surprise
@@ -119,7 +119,7 @@ class ExactKeys:
         by_sweeps = self.sweeps is not None or self.tolerance is not None or self.residuals is not None
         if by_sweeps or not native.available(rule, carry, tokens.rest is not None):
             return None
-        return native.run_native(rule, stretch, carry, tokens)
+        return native.run_exact(rule, stretch, carry, tokens)
 
     def prepare(
         self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients

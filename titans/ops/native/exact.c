@@ -3,52 +3,7 @@
  * Compiled on first use by native.py, once for float and once for double (REAL). Everything is contiguous and row
  * (batch times head) major. Widths: layer l has outs[l] outputs and ins[l] inputs, a bias's constant 1 included.
  */
-#include <math.h>
-#include <stdlib.h>
-#include <string.h>
-
-#define TINY ((REAL)1e-15)
-
-enum { SILU, GELU, GELU_TANH, RELU };
-
-/* value, first and second derivative; curve may be NULL */
-static void activate(int kind, int n, const REAL *restrict z, REAL *restrict value, REAL *restrict slope,
-                     REAL *restrict curve) {
-    for (int i = 0; i < n; i++) {
-        REAL x = z[i], second;
-        if (kind == SILU) {
-            REAL gate = 1 / (1 + EXP(-x));
-            value[i] = x * gate;
-            slope[i] = gate + value[i] * (1 - gate);
-            second = gate * (1 - gate) * (2 + x * (1 - 2 * gate));
-        } else if (kind == GELU) {
-            REAL below = (REAL)0.5 * (1 + ERF(x * (REAL)0.70710678118654752440));
-            REAL density = EXP((REAL)-0.5 * x * x) * (REAL)0.39894228040143267794;
-            value[i] = x * below;
-            slope[i] = below + x * density;
-            second = density * (2 - x * x);
-        } else if (kind == GELU_TANH) {
-            REAL scale = (REAL)0.79788456080286535588, cubic = (REAL)0.044715;
-            REAL t = TANH(scale * (x + cubic * x * x * x));
-            REAL u1 = scale * (1 + 3 * cubic * x * x), u2 = scale * 6 * cubic * x;
-            REAL t1 = (1 - t * t) * u1, t2 = -2 * t * t1 * u1 + (1 - t * t) * u2;
-            value[i] = (REAL)0.5 * x * (1 + t);
-            slope[i] = (REAL)0.5 * (1 + t) + (REAL)0.5 * x * t1;
-            second = t1 + (REAL)0.5 * x * t2;
-        } else {
-            value[i] = x > 0 ? x : 0;
-            slope[i] = x > 0;
-            second = 0;
-        }
-        if (curve) curve[i] = second;
-    }
-}
-
-static REAL dot(int n, const REAL *restrict a, const REAL *restrict b) {
-    REAL sum = 0;
-    for (int i = 0; i < n; i++) sum += a[i] * b[i];
-    return sum;
-}
+#include "common.h"
 
 /* No row of w - rest keeps a norm above max_norm; rest may be NULL. */
 static void clip_rows(int rows, int n, REAL *w, const REAL *rest, REAL max_norm) {
@@ -65,11 +20,6 @@ static void clip_rows(int rows, int n, REAL *w, const REAL *rest, REAL max_norm)
                 w[i] = home + (w[i] - home) * (max_norm / norm);
             }
     }
-}
-
-/* y += a x */
-static void add(int n, REAL a, const REAL *restrict x, REAL *restrict y) {
-    for (int i = 0; i < n; i++) y[i] += a * x[i];
 }
 
 typedef struct {
@@ -185,7 +135,7 @@ static void write_row(int n, REAL d, const Study *at, const REAL *restrict x, co
 
 /* weights, momenta: changed in place; saved_*: if not NULL, the state at the start of every segment. */
 int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **momenta, REAL **saved_weights,
-                 REAL **saved_momenta, REAL *y, REAL **deltas, REAL *step_out, REAL *gradient, REAL *loss) {
+                 REAL **saved_momenta, REAL *y, REAL *gradient, REAL *loss) {
     int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(s->threads) schedule(static) if (s->threads > 1 && s->rows > 1)
@@ -212,12 +162,8 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
                     if (momenta) memcpy(saved_momenta[l] + to, m[l], size * sizeof(REAL));
                 }
             study(s, in, token, w, &at);
-            if (step_out) step_out[token] = at.step;
             if (gradient) gradient[token] = at.kappa * at.total;
             if (loss) loss[token] = at.lost;
-            if (deltas)
-                for (int l = 0; l + 1 < depth; l++)
-                    memcpy(deltas[l] + token * in->outs[l], at.delta + at.widest * l, in->outs[l] * sizeof(REAL));
             /* write, and read M_t(q) while each row is at hand (Eq. 15) */
             const REAL *query = in->q + token * s->width_in;
             memcpy(at.ask, query, s->width_in * sizeof(REAL));

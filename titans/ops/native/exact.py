@@ -1,22 +1,9 @@
-"""The exact rule for deep memory as a compiled loop: used on a CPU when a C compiler is at hand, never required.
-
-The library is compiled on first use (about a second), kept in the user's cache folder, and loaded through ctypes.
-Without a compiler, or with ``TITANS_NATIVE=0``, ``titans.ops.exact`` does the same work in PyTorch by sweeps.
-"""
+"""The exact rule for deep memory as a compiled loop (exact.c)."""
 
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-import warnings
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -24,12 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens, split_rest
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, library, plain
 
-SOURCE = Path(__file__).with_name("native.c")
 SEGMENT = 32  # tokens between two states that the backward pass keeps
-ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros")
-TYPES = {torch.float32: ("float", "f"), torch.float64: ("double", "")}
 
 
 class _Settings(ctypes.Structure):
@@ -50,66 +34,19 @@ class _Inputs(ctypes.Structure):
     ]  # fmt: skip
 
 
-def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan-memory"
-
-
-def _processor() -> str:
-    """What -march=native depends on."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line for line in lines if line.startswith(("flags", "Features")))
-    except (OSError, StopIteration):
-        return platform.processor() + platform.node()
-
-
-@functools.cache
-def _library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled loop for a dtype, or None if it cannot be had."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or os.environ.get("TITANS_NATIVE") == "0":
-        return None
-    name, suffix = TYPES[dtype]
-    math = [f"-D{f.upper()}={f}{suffix}" for f in ("exp", "erf", "tanh", "sqrt")]
-    command = [compiler, *FLAGS, "-shared", "-fPIC", f"-DREAL={name}", *math]
-    key = hashlib.sha256("\0".join([*command, SOURCE.read_text(), _processor()]).encode()).hexdigest()[:16]
-    try:
-        folder = _cache_folder()
-        target = folder / f"exact-{name}-{key}.so"
-        if not target.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                built = Path(work) / "exact.so"
-                for extra in (["-fopenmp"], []):
-                    call = [*command, *extra, str(SOURCE), "-o", str(built), "-lm"]
-                    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
-                    if done.returncode == 0:
-                        break
-                else:
-                    raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message")
-                os.replace(built, target)
-        library = ctypes.CDLL(str(target))
-    except (OSError, subprocess.SubprocessError) as error:
-        warnings.warn(f"the compiled exact memory is not available ({error}); using PyTorch", stacklevel=2)
-        return None
-    library.titans_exact.restype = library.titans_exact_backward.restype = ctypes.c_int
-    return library
-
-
 def available(rule: Rule, carry: Carry, resting: bool) -> bool:
     """Whether the compiled loop can do this work: deep memory, on a CPU, without a norm inside."""
     first = carry.weights[0]
     return (
         len(carry.weights) > 1
         and first.device.type == "cpu"
-        and first.dtype in TYPES
         and rule.network.norm is None
         and not (rule.decay_first and resting)
-        and _library(first.dtype) is not None
+        and library(first.dtype) is not None
     )
 
 
-def run_native(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors]:
+def run_exact(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors]:
     """What ``run_tiles`` gives, from the compiled loop, with gradients."""
     ends = None
     if rule.max_norm is not None:
@@ -138,18 +75,6 @@ def run_native(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tu
     return Carry(away, state[depth:], (), None), outputs
 
 
-def _address(x: Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if x is None else x.data_ptr())
-
-
-def _addresses(group: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p] | None:
-    return (ctypes.c_void_p * len(group))(*(x.data_ptr() for x in group)) if group else None
-
-
-def _plain(tensors: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    return (None if x is None else x.detach().contiguous() for x in tensors)
-
-
 class _NativeExact(torch.autograd.Function):
     """titans_exact and titans_exact_backward of native.c; (n, slots, ...) tokens, (n, out, in) states."""
 
@@ -158,7 +83,7 @@ class _NativeExact(torch.autograd.Function):
         ctx: Any, rule: Rule, tile: int, live: Tensor | None, ends: Tensor | None, counts: tuple[int, int],
         *tensors: Tensor | None,
     ) -> Tensors:  # fmt: skip
-        tokens, groups = list(_plain(tensors[:6])), [w.detach() for w in tensors[6:] if w is not None]
+        tokens, groups = list(plain(tensors[:6])), [w.detach() for w in tensors[6:] if w is not None]
         depth = counts[0]
         state = [w.clone(memory_format=torch.contiguous_format) for w in groups[: sum(counts)]]
         rest = [w.contiguous() for w in groups[sum(counts) :]]
@@ -169,15 +94,11 @@ class _NativeExact(torch.autograd.Function):
         saved = [w.new_empty(n, -(-slots // SEGMENT), *w.shape[1:]) for w in state] if needs else []
         y = weights[0].new_empty(n, slots, weights[-1].shape[1])
         gradient, loss = (y.new_empty(n, slots), y.new_empty(n, slots)) if rule.surprise else (None, None)
-        library = _library(y.dtype)
-        assert library is not None
-        failed = library.titans_exact(
-            ctypes.byref(settings), ctypes.byref(inputs), _addresses(weights), _addresses(momentum),
-            _addresses(saved[:depth]), _addresses(saved[depth:]), _address(y), None, None, _address(gradient),
-            _address(loss),
+        call(
+            "titans_exact", y.dtype, ctypes.byref(settings), ctypes.byref(inputs), addresses(weights), addresses(momentum),
+            addresses(saved[:depth]), addresses(saved[depth:]), address(y), address(gradient),
+            address(loss),
         )  # fmt: skip
-        if failed:
-            raise MemoryError("the compiled exact memory could not allocate its buffers")
         ctx.rule, ctx.tile, ctx.live, ctx.ends, ctx.counts = rule, tile, live, ends, counts
         ctx.there = [x is not None for x in tokens]
         ctx.save_for_backward(*(x for x in tokens if x is not None), *rest, *saved)
@@ -196,20 +117,16 @@ class _NativeExact(torch.autograd.Function):
             ctx.rule, ctx.tile, ctx.live, ctx.ends, [w[:, 0] for w in saved[:depth]], tokens, rest
         )
         count = 3 if ctx.rule.surprise else 1
-        outputs = list(_plain(grads[:count]))
+        outputs = list(plain(grads[:count]))
         gradient, loss = outputs[1:] if ctx.rule.surprise else (None, None)
         state = [g.clone(memory_format=torch.contiguous_format) for g in grads[count:]]
         to_tokens = [None if x is None else torch.empty_like(x) for x in tokens]
         to_rest = [torch.zeros_like(r) for r in rest]
-        library = _library(kept[0].dtype)
-        assert library is not None
-        failed = library.titans_exact_backward(
-            ctypes.byref(settings), ctypes.byref(inputs), _addresses(saved[:depth]), _addresses(saved[depth:]),
-            _address(outputs[0]), _address(gradient), _address(loss), _addresses(state[:depth]),
-            _addresses(state[depth:]), *(_address(x) for x in to_tokens), _addresses(to_rest),
+        call(
+            "titans_exact_backward", kept[0].dtype, ctypes.byref(settings), ctypes.byref(inputs), addresses(saved[:depth]), addresses(saved[depth:]),
+            address(outputs[0]), address(gradient), address(loss), addresses(state[:depth]),
+            addresses(state[depth:]), *(address(x) for x in to_tokens), addresses(to_rest),
         )  # fmt: skip
-        if failed:
-            raise MemoryError("the compiled exact memory could not allocate its buffers")
         return None, None, None, None, None, *to_tokens, *state, *to_rest
 
 
@@ -232,11 +149,10 @@ def _describe(
         decay_first=rule.decay_first, first_order=rule.first_order, threads=torch.get_num_threads(),
         max_norm=rule.max_norm or 0.0,
     )  # fmt: skip
-    widths = ctypes.c_int * len(weights)
     inputs = _Inputs(
-        widths(*(w.shape[1] for w in weights)),
-        widths(*(w.shape[2] for w in weights)),
-        *(_address(x) for x in (*tokens, live, ends)),
-        _addresses(rest),
+        integers([w.shape[1] for w in weights]),
+        integers([w.shape[2] for w in weights]),
+        *(address(x) for x in (*tokens, live, ends)),
+        addresses(rest),
     )
     return settings, inputs, [k, v]
