@@ -63,7 +63,7 @@ def test_flops_are_parametric_in_widths_and_count_the_last_chunk_by_its_tokens()
     assert count == 2 * 3 * (2 * by_hand(8) + by_hand(5))
 
 
-def test_flops_agree_with_the_products_that_the_op_really_does() -> None:
+def test_flops_agree_with_the_products_that_the_op_really_does(only_pytorch: None) -> None:
     settings = BenchmarkSettings(dim=64, heads=2, chunk_size=16)
     subject = CONTENDERS["chunked-op"].build(settings)
     with FlopCounterMode(display=False) as counter:
@@ -72,7 +72,7 @@ def test_flops_agree_with_the_products_that_the_op_really_does() -> None:
     assert 0.9 < counter.get_total_flops() / needed < 1.1
 
 
-def test_flops_of_the_module_agree_with_its_products() -> None:
+def test_flops_of_the_module_agree_with_its_products(only_pytorch: None) -> None:
     settings = BenchmarkSettings(dim=64, heads=2, chunk_size=16)
     subject = CONTENDERS["chunked"].build(settings)
     assert subject.module is not None

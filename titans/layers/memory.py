@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans.layers.conv import causal_conv
 from titans.ops import (
     MemoryMLP,
     MemoryState,
@@ -22,13 +21,14 @@ from titans.ops import (
 from titans.ops.exact import GUARD_EVERY
 from titans.ops.frame import make_frame
 from titans.ops.inputs import check_finite
+from titans.ops.project import gate_output, project_qkv
 
 MODES = ("chunked", "exact", "recurrent")
 GATES = ("token", "constant")
 HOMES = ("start", "zero")
 BLOCK = 512  # tokens that are read at a time when no graph is needed
-UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
+NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -141,7 +141,7 @@ class NeuralMemory(nn.Module):
         hidden = max(1, round(expansion * head_dim))
         widths = [head_dim, *[hidden] * (depth - 1), head_dim]
         self.initial = nn.ParameterList(torch.empty(heads, out, inside + int(bias)) for inside, out in pairwise(widths))
-        self.norm = nn.RMSNorm(head_dim, eps=1e-2)
+        self.norm = nn.RMSNorm(head_dim, eps=NORM_EPS)
         self.to_gate = nn.Linear(dim, inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)
         self.reset_parameters()
@@ -216,6 +216,7 @@ class NeuralMemory(nn.Module):
         else:
             mask = None
 
+        x = self._limit(x)
         q, k, v, conv = self._project(x, state.conv, mask)
         theta, alpha, eta = self._gate(x)
         result = self._run(q, k, v, theta, alpha, eta, replace(state, conv=conv), mask, return_surprise)
@@ -248,6 +249,7 @@ class NeuralMemory(nn.Module):
         state = self._check(x, state, None)
         if x.shape[0] == 0 or x.shape[1] == 0:
             return torch.empty_like(x)
+        x = self._limit(x)
         q, _, _, _ = self._project(x, state.conv, None)
         with torch.autocast(x.device.type, enabled=False):
             y = self.network(state.weights, q.to(state.weights[0].dtype))
@@ -282,23 +284,21 @@ class NeuralMemory(nn.Module):
         self, x: Tensor, past: tuple[Tensor, ...], mask: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """q, k, v (batch, heads, time, head_dim), q and k of length 1, and the convolutions' new state."""
-        qkv = self.to_qkv(self._limit(x))
-        conv: tuple[Tensor, ...] = ()
-        if self.conv is not None:
-            width = self.conv_kernel - 1
-            padded = torch.cat([past[0].to(qkv.dtype), qkv], dim=1)
-            if mask is None:
-                conv = (padded[:, padded.shape[1] - width :],)
-            else:  # the last inputs of each sequence: what is masked stands behind them
-                index = mask.sum(1, keepdim=True) + torch.arange(width, device=x.device)
-                conv = (padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[-1])),)
-            qkv = causal_conv(padded, self.conv.to(qkv.dtype))
-        qkv = F.silu(qkv).unflatten(-1, (3, self.heads, self.head_dim))
-        q, k, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)
-        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + UNIT_EPS) for x in (q, k))
-        if self.bounded:  # the output is normalised, so a value's direction is what counts
-            v = v * torch.rsqrt(v.square().sum(-1, keepdim=True) + 1)
-        return q, k, v, conv
+        qkv = self.to_qkv(x)
+        if self.conv is None:
+            return *project_qkv(qkv, None, None, self.heads, self.bounded).unbind(0), ()
+        width = self.conv_kernel - 1
+        before = past[0].to(qkv.dtype)
+        if mask is not None:  # the last inputs of each sequence: what is masked stands behind them
+            index = mask.sum(1, keepdim=True) + torch.arange(width, device=x.device)
+            padded = torch.cat([before, qkv], dim=1)
+            last = padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[-1]))
+        elif qkv.shape[1] >= width:
+            last = qkv[:, qkv.shape[1] - width :]
+        else:
+            last = torch.cat([before[:, qkv.shape[1] :], qkv], dim=1)
+        result = project_qkv(qkv, before, self.conv.to(qkv.dtype), self.heads, self.bounded)
+        return *result.unbind(0), (last,)
 
     def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""
@@ -306,7 +306,7 @@ class NeuralMemory(nn.Module):
         if self.to_gates is not None:
             with torch.autocast(x.device.type, enabled=False):
                 weight, bias = self.to_gates.weight.to(dtype), self.to_gates.bias.to(dtype)
-                raw = F.linear(self._limit(x.to(dtype)), weight, bias)
+                raw = F.linear(x.to(dtype), weight, bias)
             raw = raw.unflatten(-1, (len(self.gate_names), self.heads)).permute(2, 0, 3, 1)
         else:
             assert self.gate_bias is not None
@@ -360,8 +360,8 @@ class NeuralMemory(nn.Module):
 
     def _output(self, y: Tensor, x: Tensor) -> Tensor:
         """Norm, gate and projection: (batch, heads, time, head_dim) -> (batch, time, dim)."""
-        y = self.norm(y).transpose(1, 2).flatten(2)
-        return self.to_out(y * F.silu(self.to_gate(self._limit(x))))
+        gate = self.to_gate(x)
+        return self.to_out(gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS))
 
     def _limit(self, x: Tensor) -> Tensor:
         return x.clamp(-INPUT_LIMIT, INPUT_LIMIT) if self.bounded else x

@@ -537,7 +537,8 @@ def run_dual(
     every = max(1, checkpoint_every)
     groups = [group(i, min(i + every, frame.tiles)) for i in range(0, frame.tiles, every)]
     tensors, rebuild = _flatten(carry, tokens)
-    whole = key_pass.shortcut(rule, Stretch(frame.tile, frame.ends), carry, tokens)
+    with torch.autocast(q.device.type, enabled=False):
+        whole = key_pass.shortcut(rule, Stretch(frame.tile, frame.ends), carry, tokens)
     if whole is not None:
         carry, outputs = whole
     elif len(groups) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):

@@ -1,0 +1,79 @@
+"""Convolution, SiLU and norms around the memory, fused and compiled (project.c)."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from titans.ops.native.library import address, call, library
+
+
+def available(*tensors: Tensor | None) -> bool:
+    """Whether the compiled loops take these tensors: all on a CPU, all float32 or all float64."""
+    there = [x for x in tensors if x is not None]
+    first = there[0]
+    return all(x.device.type == "cpu" and x.dtype == first.dtype for x in there) and library(first.dtype) is not None
+
+
+class Project(torch.autograd.Function):
+    """x (batch, time, 3 * heads * width) -> q, k, v as (3, batch, heads, time, width), with norms; see project.c.
+
+    ``past`` (batch, reach, channels) and ``kernel`` (reach + 1, channels) are None without a convolution.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: int, bounded: bool, eps: float
+    ) -> Tensor:
+        x = x.contiguous()
+        past = None if past is None else past.contiguous()
+        kernel = None if kernel is None else kernel.contiguous()
+        batch, time, channels = x.shape
+        reach = 0 if kernel is None else len(kernel) - 1
+        width = channels // (3 * heads)
+        ctx.sizes = (batch, time, heads, width, reach, int(bounded), torch.get_num_threads(), ctypes.c_double(eps))
+        ctx.there = [past is not None, kernel is not None]
+        ctx.save_for_backward(x, *(t for t in (past, kernel) if t is not None))
+        result = x.new_empty(3, batch, heads, time, width)
+        call("titans_project", x.dtype, *ctx.sizes, *(address(t) for t in (x, past, kernel, result)))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *others = ctx.saved_tensors
+        past, kernel = ((others.pop(0) if there else None) for there in ctx.there)
+        grads = [None if t is None else torch.zeros_like(t) for t in (x, past, kernel)]
+        grad = grad.contiguous()
+        call(
+            "titans_project_backward", x.dtype, *ctx.sizes, *(address(t) for t in (x, past, kernel, grad, *grads))
+        )  # fmt: skip
+        return *grads, None, None, None
+
+
+class Gate(torch.autograd.Function):
+    """RMSNorm(y) * silu(gate): (batch, heads, time, width), (width,), (batch, time, heads * width) -> as the gate."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
+        y, weight, gate = y.contiguous(), weight.contiguous(), gate.contiguous()
+        batch, heads, time, width = y.shape
+        ctx.sizes = (batch, time, heads, width, torch.get_num_threads(), ctypes.c_double(eps))
+        ctx.save_for_backward(y, weight, gate)
+        result = torch.empty_like(gate)
+        call("titans_gate", y.dtype, *ctx.sizes, *(address(t) for t in (y, weight, gate, result)))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        y, weight, gate = ctx.saved_tensors
+        to_y, to_gate, to_weight = torch.empty_like(y), torch.empty_like(gate), weight.new_zeros(y.shape[1], len(weight))
+        grad = grad.contiguous()
+        tensors = (y, weight, gate, grad, to_y, to_weight, to_gate)
+        call("titans_gate_backward", y.dtype, *ctx.sizes, *(address(t) for t in tensors))
+        return to_y, to_weight.sum(0), to_gate, None
