@@ -12,3 +12,12 @@ def only_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loops are out of reach, as on a machine without a compiler."""
     for module in (chunked, exact, project):
         monkeypatch.setattr(module, "available", lambda *args: False)
+
+
+@pytest.fixture(params=["compiled", "pytorch"])
+def either_way(request: pytest.FixtureRequest) -> str:
+    """Runs a test twice: with the compiled loops where they apply, and without them."""
+    if request.param == "pytorch":
+        request.getfixturevalue("only_pytorch")
+    name: str = request.param
+    return name

@@ -17,6 +17,8 @@ from tests.ops.cases import (
 )
 from titans.ops import neural_memory_chunked
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 
 @pytest.mark.parametrize("case", ONE_AT_A_TIME, ids=str)
 def test_every_option_equals_the_definition(case: Case) -> None:

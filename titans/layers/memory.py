@@ -26,7 +26,7 @@ from titans.ops.project import gate_output, project_qkv
 MODES = ("chunked", "exact", "recurrent")
 GATES = ("token", "constant")
 HOMES = ("start", "zero")
-BLOCK = 512  # tokens that are read at a time when no graph is needed
+BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
@@ -286,7 +286,8 @@ class NeuralMemory(nn.Module):
         """q, k, v (batch, heads, time, head_dim), q and k of length 1, and the convolutions' new state."""
         qkv = self.to_qkv(x)
         if self.conv is None:
-            return *project_qkv(qkv, None, None, self.heads, self.bounded).unbind(0), ()
+            q, k, v = project_qkv(qkv, None, None, self.heads, self.bounded).unbind(0)
+            return q, k, v, ()
         width = self.conv_kernel - 1
         before = past[0].to(qkv.dtype)
         if mask is not None:  # the last inputs of each sequence: what is masked stands behind them
@@ -297,8 +298,8 @@ class NeuralMemory(nn.Module):
             last = qkv[:, qkv.shape[1] - width :]
         else:
             last = torch.cat([before[:, qkv.shape[1] :], qkv], dim=1)
-        result = project_qkv(qkv, before, self.conv.to(qkv.dtype), self.heads, self.bounded)
-        return *result.unbind(0), (last,)
+        q, k, v = project_qkv(qkv, before, self.conv.to(qkv.dtype), self.heads, self.bounded).unbind(0)
+        return q, k, v, (last,)
 
     def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""

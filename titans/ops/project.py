@@ -39,7 +39,7 @@ def project_qkv(x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: in
 
 
 def gate_output(y: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
-    """RMSNorm(y) * silu(gate) for y (batch, heads, time, width) and a gate (batch, time, heads * width), shaped like it."""
+    """RMSNorm(y) * silu(gate): y (batch, heads, time, width), gate and result (batch, time, heads * width)."""
     if native.available(y, weight, gate):
         result: Tensor = native.Gate.apply(y, weight, gate, eps)
         return result

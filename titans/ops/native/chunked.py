@@ -107,9 +107,7 @@ class _NativeChunked(torch.autograd.Function):
         outputs = list(plain(grads[:count]))
         gradient, loss = outputs[1:] if ctx.rule.surprise else (None, None)
         state = [g.clone(memory_format=torch.contiguous_format) for g in grads[count:]]
-        settings, inputs = _describe(
-            ctx.rule, ctx.tile, ctx.every, ctx.live, ctx.counts, state[:depth], tokens, rest
-        )
+        settings, inputs = _describe(ctx.rule, ctx.tile, ctx.every, ctx.live, ctx.counts, state[:depth], tokens, rest)
         to_tokens = [None if x is None else torch.empty_like(x) for x in tokens]
         to_rest = [torch.zeros_like(r) for r in rest]
         call(

@@ -1,7 +1,4 @@
 /* The sequential rule, token by token: the loop of recurrent.py with its backpropagation written out, for a CPU.
- *
- * Compiled on first use by native.py, once for float and once for double (REAL). Everything is contiguous and row
- * (batch times head) major. Widths: layer l has outs[l] outputs and ins[l] inputs, a bias's constant 1 included.
  */
 #include "common.h"
 

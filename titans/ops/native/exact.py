@@ -76,7 +76,7 @@ def run_exact(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tup
 
 
 class _NativeExact(torch.autograd.Function):
-    """titans_exact and titans_exact_backward of native.c; (n, slots, ...) tokens, (n, out, in) states."""
+    """titans_exact and titans_exact_backward of exact.c; (n, slots, ...) tokens, (n, out, in) states."""
 
     @staticmethod
     def forward(
@@ -95,7 +95,8 @@ class _NativeExact(torch.autograd.Function):
         y = weights[0].new_empty(n, slots, weights[-1].shape[1])
         gradient, loss = (y.new_empty(n, slots), y.new_empty(n, slots)) if rule.surprise else (None, None)
         call(
-            "titans_exact", y.dtype, ctypes.byref(settings), ctypes.byref(inputs), addresses(weights), addresses(momentum),
+            "titans_exact", y.dtype, ctypes.byref(settings), ctypes.byref(inputs), addresses(weights),
+            addresses(momentum),
             addresses(saved[:depth]), addresses(saved[depth:]), address(y), address(gradient),
             address(loss),
         )  # fmt: skip
@@ -123,7 +124,8 @@ class _NativeExact(torch.autograd.Function):
         to_tokens = [None if x is None else torch.empty_like(x) for x in tokens]
         to_rest = [torch.zeros_like(r) for r in rest]
         call(
-            "titans_exact_backward", kept[0].dtype, ctypes.byref(settings), ctypes.byref(inputs), addresses(saved[:depth]), addresses(saved[depth:]),
+            "titans_exact_backward", kept[0].dtype, ctypes.byref(settings), ctypes.byref(inputs),
+            addresses(saved[:depth]), addresses(saved[depth:]),
             address(outputs[0]), address(gradient), address(loss), addresses(state[:depth]),
             addresses(state[depth:]), *(address(x) for x in to_tokens), addresses(to_rest),
         )  # fmt: skip

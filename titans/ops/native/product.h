@@ -69,10 +69,13 @@ static void product(int m, int n, int depth, Strided a, const REAL *b, size_t b_
         band(band_of(m, i), n, depth, below(a, i), b, b_row, c + i * c_row, c_row, fresh);
 }
 
-/* The same for c that is only needed up to its diagonal, which stands `offset` columns in. */
+/* The same for c (m x (offset + m)) that is only needed up to its diagonal, which stands `offset` columns in; what
+ * lies a little beyond is written too, in whole vectors. */
 static void product_below(int m, int offset, int depth, Strided a, const REAL *b, size_t b_row, REAL *c, size_t c_row) {
-    for (int i = 0; i < m; i += BAND)
-        band(band_of(m, i), offset + i + band_of(m, i), depth, below(a, i), b, b_row, c + i * c_row, c_row, 1);
+    for (int i = 0; i < m; i += BAND) {
+        int needed = offset + i + band_of(m, i), n = (needed + 2 * LANES - 1) / (2 * LANES) * (2 * LANES);
+        band(band_of(m, i), n < offset + m ? n : offset + m, depth, below(a, i), b, b_row, c + i * c_row, c_row, 1);
+    }
 }
 
 /* The same for a whose last m columns are lower triangular, zeros stored above. */

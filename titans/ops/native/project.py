@@ -72,7 +72,8 @@ class Gate(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         y, weight, gate = ctx.saved_tensors
-        to_y, to_gate, to_weight = torch.empty_like(y), torch.empty_like(gate), weight.new_zeros(y.shape[1], len(weight))
+        to_y, to_gate = torch.empty_like(y), torch.empty_like(gate)
+        to_weight = weight.new_zeros(y.shape[1], len(weight))
         grad = grad.contiguous()
         tensors = (y, weight, gate, grad, to_y, to_weight, to_gate)
         call("titans_gate_backward", y.dtype, *ctx.sizes, *(address(t) for t in tensors))
