@@ -250,3 +250,9 @@ def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
     content = {name: x.contiguous() for name, x in {**tensors(open_chunk()), **changes}.items() if x is not None}
     safetensors.torch.save_file(content, target, metadata=METADATA)
     assert_refused(target, re.escape(message))
+
+
+def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
+    state = MemoryState.create([torch.zeros(1, 1, 2, 2)])
+    with pytest.raises(FileNotFoundError, match=r"missing does not exist; expected a folder to write m.safetensors into"):
+        state.save(tmp_path / "missing" / "m.safetensors")

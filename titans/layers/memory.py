@@ -319,7 +319,7 @@ class NeuralMemory(nn.Module):
             theta = theta * (1 - eta)
         alpha = gate.get("alpha")
         if not self.writes:  # nothing written and nothing forgotten: M_0, whatever the tokens are
-            theta, alpha = theta * 0, None
+            theta, alpha, eta = theta * 0, None, None
         return theta, alpha, eta
 
     def _run(

@@ -113,6 +113,9 @@ class MemoryState:
         """Writes the state as one safetensors file, under a temporary name first."""
         from safetensors.torch import save_file
 
+        target = Path(path)
+        if not target.parent.is_dir():
+            raise FileNotFoundError(f"{target.parent} does not exist; expected a folder to write {target.name} into")
         tensors = {"position": self.position}
         groups = {"weights": self.weights, "momentum": self.momentum, "conv": self.conv}
         if self.anchor is not self.weights:
@@ -122,7 +125,6 @@ class MemoryState:
         if self.gram is not None:
             tensors["gram"] = self.gram
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        target = Path(path)
         temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
         try:
             save_file(tensors, temporary, metadata={"format": FORMAT, "version": VERSION})
