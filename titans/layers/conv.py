@@ -24,6 +24,28 @@ def causal_conv(padded: Tensor, kernel: Tensor) -> Tensor:
     return result
 
 
+def stream_conv(x: Tensor, kernel: Tensor, past: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """A causal convolution over a stretch of a stream, channel by channel.
+
+    Args:
+        x: (batch, time, channels).
+        kernel: (width, channels).
+        past: (batch, width - 1, channels), the last inputs before x.
+        mask: (batch, time) bool; False for padding, which must stand after a row's tokens.
+
+    Returns:
+        (batch, time, channels), and the last inputs of each row, to go on from.
+    """
+    padded = torch.cat([past.to(x.dtype), x], dim=1)
+    width = kernel.shape[0] - 1
+    if mask is None:
+        last = padded[:, padded.shape[1] - width :]
+    else:
+        index = mask.sum(1, keepdim=True) + torch.arange(width, device=x.device)
+        last = padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[-1]))
+    return causal_conv(padded, kernel.to(x.dtype)), last
+
+
 def _correlate(padded: Tensor, kernel: Tensor) -> Tensor:
     weight = kernel.t()[:, None, None, :]
     return F.conv2d(padded.mT.unsqueeze(2), weight, groups=kernel.shape[1]).squeeze(2).mT
