@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from titans._register import register_when_transformers_is_loaded
 
 if TYPE_CHECKING:
     from titans.layers import NeuralMemory
+    from titans.models import TitansCache, TitansConfig, TitansForCausalLM, TitansModel
     from titans.ops import MemoryState
 
 __version__ = "0.1.0"
-__all__ = ["MemoryState", "NeuralMemory", "__version__"]
+_HOME = {
+    "MemoryState": "titans.ops",
+    "NeuralMemory": "titans.layers",
+    "TitansCache": "titans.models",
+    "TitansConfig": "titans.models",
+    "TitansForCausalLM": "titans.models",
+    "TitansModel": "titans.models",
+}
+__all__ = [
+    "MemoryState",
+    "NeuralMemory",
+    "TitansCache",
+    "TitansConfig",
+    "TitansForCausalLM",
+    "TitansModel",
+    "__version__",
+]
+
+register_when_transformers_is_loaded()
 
 
 def __getattr__(name: str) -> Any:
     """Loads torch only when a name that needs it is asked for, so that ``titans --help`` answers at once."""
-    if name == "NeuralMemory":
-        from titans.layers import NeuralMemory
-
-        return NeuralMemory
-    if name == "MemoryState":
-        from titans.ops import MemoryState
-
-        return MemoryState
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
     raise AttributeError(f"module 'titans' has no attribute {name!r}")

@@ -32,7 +32,10 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"titans {__version__}\n"
 
 
-@pytest.mark.parametrize("arguments", [(), ("--help",), ("bench",), ("bench", "--help"), ("bench", "memory", "--help")])
+@pytest.mark.parametrize(
+    "arguments",
+    [(), ("--help",), ("bench",), ("bench", "--help"), ("bench", "memory", "--help"), ("bench", "model", "--help")],
+)
 def test_help_is_an_answer_and_not_an_error(arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 0
     captured = capsys.readouterr()
@@ -70,6 +73,15 @@ def test_help_loads_neither_the_benchmark_nor_the_demo() -> None:
         (["bench", "memory", "--json", "{file}/x.json"], "is not a directory"),
         (["bench", "memory", "--plot", "picture.doc"], "ends in .png, .svg or .pdf"),
         (["bench", "memory", "--out-dir", "{file}"], "is not a directory"),
+        (["bench", "model", "--dim", "10", "--heads", "3"], "heads must divide dim into an even width"),
+        (["bench", "model", "--lengths", "12,many"], "--lengths takes whole numbers"),
+        (["bench", "model", "--decode-positions", ""], "--decode-positions takes whole numbers"),
+        (["bench", "model", "--only", "llama"], "only must name contenders among lmm, mac"),
+        (["bench", "model", "--memory-mode", "quick"], "memory_mode must name a mode among"),
+        (["bench", "model", "--measures", "sleep"], "measures must name something among train, prefill, decode"),
+        (["bench", "model", "--max-seconds", "-1"], "max_seconds must be a positive number"),
+        (["bench", "model", "--segment", "0"], "segment must be at least 1, got 0"),
+        (["bench", "model", "--out-dir", "{file}"], "is not a directory"),
         (["demo", "--seed", "one"], "valid integer"),
         (["demo", "--seed", "-1", "--quick"], "seeds must be one or more different numbers"),
         (["demo", "--out-dir", "{file}"], "must be a folder"),
@@ -139,3 +151,24 @@ def test_bench_memory_without_titans_pytorch_says_so_and_goes_on(
     captured = capsys.readouterr()
     assert captured.err.count("titans-pytorch is not installed") == 1
     assert "chunked" in captured.out
+
+
+def test_bench_model_measures_prints_and_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    sizes = ["--dim", "16", "--layers", "1", "--heads", "2", "--segment", "8", "--window", "8", "--persistent", "2"]
+    places = ["--lengths", "16,24", "--decode-positions", "8,20", "--decode-tokens", "2", "--repeats", "1"]
+    chosen = ["--only", "mag,transformer++", "--no-peak-memory", "--memory-mode", "chunked", "--chunk-size", "4"]
+    assert run("bench", "model", *sizes, *places, *chosen, "--out-dir", str(tmp_path / "out")) == 0
+    captured = capsys.readouterr()
+    assert "Traceback" not in captured.err
+    for words in ("Training", "Prefill", "Decoding", "Update rule of mag", "transformer++", "model.json", "model.png"):
+        assert words in captured.out
+    assert "mag trains faster than" in captured.out or "mag does not train faster than" in captured.out
+    report = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert {(r["contender"], r["measure"], r["length"]) for r in report["results"]} == {
+        (name, measure, length)
+        for name in ("mag", "transformer++")
+        for measure, lengths in (("train", (16, 24)), ("prefill", (16, 24)), ("decode", (8, 20)))
+        for length in lengths
+    }
+    assert (tmp_path / "out" / "model.png").read_bytes().startswith(b"\x89PNG")

@@ -1,7 +1,6 @@
 import dataclasses
 import io
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from titans.evaluation import memory_benchmark
-from titans.evaluation.files import write_atomically
+from titans.evaluation.benchmark import write_json
 from titans.evaluation.memory_benchmark import (
     BOTH,
     CONTENDERS,
@@ -23,12 +22,10 @@ from titans.evaluation.memory_benchmark import (
     choose_contenders,
     chunked_flops,
     measure_peak_memory,
-    peak_growth,
     print_report,
     projection_flops,
     run_memory_benchmark,
     run_pass,
-    write_json,
     write_plot,
 )
 
@@ -92,30 +89,6 @@ def test_projection_flops_count_every_weight_once_a_token() -> None:
             self.conv = nn.Parameter(torch.zeros(4, 6))
 
     assert projection_flops(Part(), batch=2, time=10) == 2 * 10 * (2 * 4 * 6 + 2 * 4 * 6)
-
-
-def test_peak_growth_sees_memory_that_is_freed_before_the_call_returns() -> None:
-    growth, _ = peak_growth(lambda: torch.ones(32 * 2**20 // 4).sum().item())
-    assert 0.9 * 32 * 2**20 < growth < 1.3 * 32 * 2**20
-
-
-def test_peak_growth_falls_back_to_sampling_where_the_system_keeps_no_peak(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("psutil")
-
-    def no_status(field: str) -> int:
-        raise OSError("no such file")
-
-    def hold() -> None:
-        held = torch.ones(32 * 2**20 // 4)
-        time.sleep(0.1)
-        del held
-
-    monkeypatch.setattr(memory_benchmark, "_status_bytes", no_status)
-    growth, method = peak_growth(hold)
-    assert method == "sampled"
-    assert 0.9 * 32 * 2**20 < growth < 1.3 * 32 * 2**20
 
 
 def test_peak_memory_is_measured_in_a_fresh_process() -> None:
@@ -308,17 +281,3 @@ def test_json_and_plot_are_written(report: dict[str, Any], tmp_path: Path) -> No
     assert json.loads((tmp_path / "new" / "memory.json").read_text()) == json.loads(json.dumps(report))
     assert (tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")
     assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["memory.json", "memory.png"]
-
-
-def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "memory.json"
-    path.write_text("old")
-
-    def no_room(self: Path, content: bytes) -> int:
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "write_bytes", no_room)
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(path, b"new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from titans import NeuralMemory
-from titans.layers.lmm import LMMBlock
+from titans.layers.blocks import LMMBlock
 
 
 def block(**kwargs: object) -> LMMBlock:
@@ -37,7 +37,7 @@ def test_any_split_into_two_calls_gives_the_same_stream(rule: dict[str, object],
     first, state = layer(x[:, :split])
     second, state = layer(x[:, split:], state)
     torch.testing.assert_close(torch.cat([first, second], dim=1), whole)
-    torch.testing.assert_close(state.weights, end.weights)
+    torch.testing.assert_close(state.memory.weights, end.memory.weights)
 
 
 def test_a_padded_row_gives_what_it_gives_alone() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from titans.ops.native import project as native
 from titans.ops.native.library import library
-from titans.ops.project import UNIT_EPS, gate_output, project_qkv
+from titans.ops.project import UNIT_EPS, gate_output, last_inputs, project_heads
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 
@@ -31,20 +31,20 @@ def compare(function: Callable[[], Tensor], leaves: Sequence[Tensor], monkeypatc
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize("eps", [(UNIT_EPS, UNIT_EPS, 1.0), (None, UNIT_EPS, None), (1.0,)])
 @pytest.mark.parametrize(("time", "reach"), [(1, 3), (2, 3), (3, 3), (40, 3), (7, 0), (7, None)])
 def test_projection(
-    time: int, reach: int | None, bounded: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    time: int, reach: int | None, eps: tuple[float | None, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(time)
-    channels, heads = 3 * 2 * 5, 2
+    channels, heads = len(eps) * 2 * 5, 2
     x = torch.randn(2, time, channels, dtype=dtype, requires_grad=True)
     past = kernel = None
     if reach is not None:
         past = torch.randn(2, reach, channels, dtype=dtype, requires_grad=True)
         kernel = torch.randn(reach + 1, channels, dtype=dtype, requires_grad=True)
     leaves = [t for t in (x, past, kernel) if t is not None and t.numel()]
-    compare(lambda: project_qkv(x, past, kernel, heads, bounded), leaves, monkeypatch)
+    compare(lambda: project_heads(x, past, kernel, heads, eps), leaves, monkeypatch)
 
 
 def test_projection_is_the_textbook_one(either_way: str) -> None:
@@ -53,7 +53,7 @@ def test_projection_is_the_textbook_one(either_way: str) -> None:
     rows = torch.cat([past, x], dim=1)
     z = torch.stack([(rows[0, t : t + 3] * kernel).sum(0) for t in range(6)])
     h = (z * torch.sigmoid(z)).view(6, 3, 2, 2)
-    found = project_qkv(x, past, kernel, heads=2, bounded=True)
+    found = project_heads(x, past, kernel, 2, (UNIT_EPS, UNIT_EPS, 1.0))
     for t in range(6):
         for part in range(3):
             for head in range(2):
@@ -73,6 +73,16 @@ def test_gate(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("size", [1e-20, 1.0, 50.0, 1e6])
 def test_large_and_tiny_inputs_stay_finite(size: float, either_way: str) -> None:
     x = (size * torch.randn(1, 9, 24)).requires_grad_()
-    result = project_qkv(x, None, None, heads=2, bounded=True)
+    result = project_heads(x, None, None, 2, (UNIT_EPS, UNIT_EPS, 1.0))
     (gradient,) = torch.autograd.grad(result.sum(), x)
     assert result.isfinite().all() and gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("time", [1, 2, 3, 10])
+def test_the_last_inputs_are_each_rows_own(time: int) -> None:
+    past, x = torch.arange(-3, 0).view(1, 3, 1).expand(2, 3, 1), torch.arange(time).view(1, time, 1).expand(2, time, 1)
+    counts = (time, time // 2)
+    mask = torch.arange(time) < torch.tensor(counts).unsqueeze(1)
+    expected = torch.tensor([[count - 3, count - 2, count - 1] for count in counts]).unsqueeze(-1)
+    assert torch.equal(last_inputs(past, x, mask), expected)
+    assert torch.equal(last_inputs(past[:1], x[:1], None), expected[:1])

@@ -254,5 +254,7 @@ def test_a_damaged_state_is_refused(tmp_path: Path, damage: str) -> None:
 
 def test_saving_into_a_missing_folder_says_so(tmp_path: Path) -> None:
     state = MemoryState.create([torch.zeros(1, 1, 2, 2)])
-    with pytest.raises(FileNotFoundError, match=r"missing does not exist; expected a folder to write m.safetensors into"):
+    with pytest.raises(
+        FileNotFoundError, match=r"missing does not exist; expected a folder to write m.safetensors into"
+    ):
         state.save(tmp_path / "missing" / "m.safetensors")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli import bench, demo
+from titans.cli import bench, demo, inspect
 
 app = typer.Typer(
     name="titans",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.command("demo")(demo.demo)
+app.command("inspect")(inspect.inspect)
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from types import ModuleType
+from typing import Annotated, Any
 
 import typer
+
+from titans.cli.paths import check_output
 
 app = typer.Typer(help="Measure speed and memory.")
 
@@ -32,14 +35,7 @@ def _names(text: str | None) -> tuple[str, ...]:
 def _output(path: Path | None, out_dir: Path | None, default: str) -> Path | None:
     """Where an output goes: the path given, else `default` in the output directory, else nowhere."""
     path = path or (out_dir / default if out_dir else None)
-    if path is None:
-        return None
-    if path.is_dir():
-        raise typer.BadParameter(f"{path} is a directory, a file name is needed.")
-    existing = next(parent for parent in path.absolute().parents if parent.exists())
-    if not existing.is_dir() or not os.access(existing, os.W_OK):
-        raise typer.BadParameter(f"{path} cannot be written: {existing} is not a directory to write in.")
-    return path
+    return None if path is None else check_output(path)
 
 
 def _picture(path: Path | None) -> Path | None:
@@ -49,6 +45,38 @@ def _picture(path: Path | None) -> Path | None:
         if importlib.util.find_spec("matplotlib") is None:
             raise typer.BadParameter("--plot needs matplotlib: pip install 'titan-memory[bench]'.")
     return path
+
+
+def _run(
+    benchmark: ModuleType,
+    run: Callable[[Callable[[int, int, str], None]], dict[str, Any]],
+    notices: list[str],
+    json_path: Path | None,
+    plot_path: Path | None,
+) -> None:
+    """Say the notices, run with a bar of progress, print the report and write it."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from titans.evaluation.benchmark import write_json
+
+    for notice in notices:
+        typer.echo(f"titans: {notice}", err=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    screen = Console(stderr=True)
+    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+        task = bar.add_task("starting", total=None)
+        report = run(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+    benchmark.print_report(report, Console())
+    for notice in report["notices"]:
+        if notice not in notices:
+            typer.echo(f"titans: {notice}", err=True)
+    if json_path is not None:
+        write_json(report, json_path)
+        typer.echo(f"Report: {json_path}")
+    if plot_path is not None:
+        benchmark.write_plot(report, plot_path)
+        typer.echo(f"Plot: {plot_path}")
 
 
 @app.command("memory")
@@ -74,9 +102,6 @@ def memory(
     json_path = _output(json_path, out_dir, "memory.json")
     plot_path = _picture(_output(plot_path, out_dir, "memory.png"))
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from titans.evaluation import memory_benchmark
 
     try:
@@ -97,24 +122,84 @@ def memory(
         _, notices = memory_benchmark.choose_contenders(settings)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    for notice in notices:
-        typer.echo(f"titans: {notice}", err=True)
+    _run(
+        memory_benchmark,
+        lambda progress: memory_benchmark.run_memory_benchmark(settings, progress),
+        notices,
+        json_path,
+        plot_path,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    screen = Console(stderr=True)
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        report = memory_benchmark.run_memory_benchmark(
-            settings,
-            lambda done, total, what: bar.update(task, completed=done, total=total, description=what),
+
+@app.command("model")
+def model(
+    dim: Annotated[int, typer.Option(help="Width of every model.")] = 256,
+    layers: Annotated[int, typer.Option(help="Layers of every model (Mamba2: as many as fit).")] = 4,
+    heads: Annotated[int, typer.Option(help="Heads of the attention and of the memory.")] = 4,
+    vocab_size: Annotated[int, typer.Option(help="Different tokens.")] = 256,
+    parameters: Annotated[int | None, typer.Option(help="Of every model, about; those of MAC by default.")] = None,
+    memory_mode: Annotated[str, typer.Option(help="Rule of our memories: exact, chunked or recurrent.")] = "exact",
+    memory_depth: Annotated[int, typer.Option(help="Layers of each memory.")] = 2,
+    chunk_size: Annotated[int | None, typer.Option(help="Chunk of our memories (exact: tile).")] = None,
+    window: Annotated[int, typer.Option(help="Tokens that MAG and MAL attend to.")] = 256,
+    segment: Annotated[int, typer.Option(help="Tokens of a segment of MAC.")] = 128,
+    persistent: Annotated[int, typer.Option(help="Persistent tokens of a layer.")] = 16,
+    batch: Annotated[int, typer.Option(help="Sequences per call.")] = 1,
+    lengths: Annotated[
+        str, typer.Option(help="Tokens per sequence, with commas between.")
+    ] = "512,2048,8192,16384,32768",
+    decode_positions: Annotated[str, typer.Option(help="Where decoding is timed, with commas.")] = "1000,100000",
+    decode_tokens: Annotated[int, typer.Option(help="Tokens that a round decodes.")] = 64,
+    measures: Annotated[str, typer.Option(help="What to measure, with commas between.")] = "train,prefill,decode",
+    repeats: Annotated[int, typer.Option(help="Interleaved rounds of timing.")] = 3,
+    threads: Annotated[int, typer.Option(help="CPU threads.")] = 1,
+    only: Annotated[str | None, typer.Option(help="Contenders to run, with commas between; all by default.")] = None,
+    max_seconds: Annotated[float, typer.Option(help="Longest that one measurement may take.")] = 600,
+    max_memory: Annotated[float | None, typer.Option(help="GiB for one; 3/4 of what is free by default.")] = None,
+    peak_memory: Annotated[bool, typer.Option(help="Measure peak memory too, one process a figure.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+    plot_path: Annotated[Path | None, typer.Option("--plot", help="Draw tokens per second here.")] = None,
+    out_dir: Annotated[Path | None, typer.Option(help="Write model.json and model.png there.")] = None,
+) -> None:
+    """Speed and peak memory of whole models against length: ours, transformers' and titans-pytorch's."""
+    sizes, positions = _numbers(lengths, "--lengths"), _numbers(decode_positions, "--decode-positions")
+    json_path = _output(json_path, out_dir, "model.json")
+    plot_path = _picture(_output(plot_path, out_dir, "model.png"))
+
+    from titans.evaluation import model_benchmark
+
+    try:
+        settings = model_benchmark.ModelBenchmarkSettings(
+            dim=dim,
+            layers=layers,
+            heads=heads,
+            vocab_size=vocab_size,
+            parameters=parameters,
+            memory_mode=memory_mode,
+            memory_depth=memory_depth,
+            chunk_size=chunk_size,
+            window=window,
+            segment=segment,
+            persistent=persistent,
+            batch=batch,
+            lengths=sizes,
+            decode_positions=positions,
+            decode_tokens=decode_tokens,
+            measures=_names(measures),
+            repeats=repeats,
+            threads=threads,
+            only=_names(only),
+            max_seconds=max_seconds,
+            max_memory=max_memory,
+            memory=peak_memory,
         )
-    memory_benchmark.print_report(report, Console())
-    for notice in report["notices"]:
-        if notice not in notices:
-            typer.echo(f"titans: {notice}", err=True)
-    if json_path is not None:
-        memory_benchmark.write_json(report, json_path)
-        typer.echo(f"Report: {json_path}")
-    if plot_path is not None:
-        memory_benchmark.write_plot(report, plot_path)
-        typer.echo(f"Plot: {plot_path}")
+        _, notices = model_benchmark.choose_contenders(settings)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    _run(
+        model_benchmark,
+        lambda progress: model_benchmark.run_model_benchmark(settings, progress),
+        notices,
+        json_path,
+        plot_path,
+    )

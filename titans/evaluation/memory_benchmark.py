@@ -8,20 +8,8 @@ there is no figure.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import ctypes.util
 import dataclasses
 import gc
-import importlib.metadata
-import io
-import json
-import os
-import platform
-import statistics
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -33,7 +21,29 @@ import torch
 from torch import Tensor, nn
 
 import titans
-from titans.evaluation.files import write_atomically
+from titans.evaluation.benchmark import (
+    REFERENCE_MAX_STEP,
+    Progress,
+    busy_notices,
+    check_at_least_one,
+    check_lengths,
+    check_names,
+    choose_names,
+    finish_speed_axis,
+    in_fresh_process,
+    machine_info,
+    machine_text,
+    mebibytes_text,
+    peak_growth,
+    print_table,
+    reference_memory_options,
+    reference_version,
+    save_speed_figure,
+    seconds_text,
+    speed_axes,
+    times_text,
+    timing,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -41,13 +51,8 @@ if TYPE_CHECKING:
 SCHEMA = 1
 FORWARD, BOTH = "forward", "forward+backward"
 PASSES = (FORWARD, BOTH)
-REFERENCE_VERSION = "0.5.5"
-# The coarse setting of titans-pytorch turns to NaN on random input with its default of 1.
-REFERENCE_MAX_STEP = 1e-2
 GEMM_SIZE = 1024
 SCALING_LENGTH = 2048
-
-Progress = Callable[[int, int, str], None]
 
 
 @dataclass(frozen=True)
@@ -80,32 +85,12 @@ class BenchmarkSettings:
     gemm_size: int = GEMM_SIZE
 
     def __post_init__(self) -> None:
-        for name in (
-            "dim",
-            "heads",
-            "depth",
-            "chunk_size",
-            "batch",
-            "repeats",
-            "threads",
-            "recurrent_max_length",
-            "reference_max_length",
-            "gemm_size",
-        ):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}.")
+        counts = ("dim", "heads", "depth", "chunk_size", "batch", "repeats", "threads")
+        check_at_least_one(self, (*counts, "recurrent_max_length", "reference_max_length", "gemm_size"))
         if self.dim % self.heads:
             raise ValueError(f"dim must be divisible by heads, got dim {self.dim} and heads {self.heads}.")
-        if not self.lengths:
-            raise ValueError("lengths must name at least one sequence length.")
-        if min(self.lengths) < 1:
-            raise ValueError(f"lengths must be at least 1, got {min(self.lengths)}.")
-        if len(set(self.lengths)) < len(self.lengths):
-            raise ValueError("lengths must differ from each other, got " + ", ".join(map(str, self.lengths)) + ".")
-        unknown = [name for name in self.only if name not in CONTENDERS]
-        if unknown:
-            raise ValueError(f"only must name contenders among {', '.join(CONTENDERS)}, got {', '.join(unknown)}.")
-        object.__setattr__(self, "lengths", tuple(sorted(self.lengths)))
+        object.__setattr__(self, "lengths", check_lengths("lengths", self.lengths))
+        check_names("only", self.only, CONTENDERS)
 
     @property
     def head_width(self) -> int:
@@ -198,25 +183,16 @@ def _build_op(settings: BenchmarkSettings) -> Subject:
 
 def _build_reference(settings: BenchmarkSettings, chunk_size: int) -> Subject:
     from titans_pytorch import NeuralMemory
-    from titans_pytorch.memory_models import (
-        MemoryMLP,
-    )
+    from titans_pytorch.memory_models import MemoryMLP
 
     torch.manual_seed(0)
     module = NeuralMemory(
         dim=settings.dim,
-        heads=settings.heads,
-        dim_head=settings.head_width,
         chunk_size=chunk_size,
         batch_size=settings.chunk_size,
         model=MemoryMLP(settings.head_width, depth=settings.depth, expansion_factor=1.0),
-        momentum=True,
         pre_rmsnorm=False,
-        post_rmsnorm=True,
-        qk_rmsnorm=True,
-        activation=nn.SiLU(),
-        mem_model_norm_add_residual=False,
-        default_step_transform_max_lr=REFERENCE_MAX_STEP,
+        **reference_memory_options(settings.heads, settings.head_width),
     )
     return _module_subject(module, settings)
 
@@ -277,34 +253,10 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def reference_version() -> str | None:
-    """The version of titans-pytorch that is installed, None without it."""
-    try:
-        return importlib.metadata.version("titans-pytorch")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def choose_contenders(settings: BenchmarkSettings) -> tuple[list[Contender], list[str]]:
     """The contenders that will run, and one sentence for everything worth knowing about the choice."""
-    names = [name for name in CONTENDERS if not settings.only or name in settings.only]
-    notices = []
-    version = reference_version()
-    if version is None:
-        wanted = [name for name in names if CONTENDERS[name].package == "titans-pytorch"]
-        if settings.only and wanted:
-            raise ValueError(
-                f"only names {', '.join(wanted)}, which needs titans-pytorch: "
-                f"pip install titans-pytorch=={REFERENCE_VERSION}."
-            )
-        if wanted:
-            notices.append(
-                "titans-pytorch is not installed, so only this package is measured: "
-                f"pip install titans-pytorch=={REFERENCE_VERSION} adds the comparison."
-            )
-            names = [name for name in names if name not in wanted]
-    elif version != REFERENCE_VERSION:
-        notices.append(f"titans-pytorch is at {version}; the comparison was written for {REFERENCE_VERSION}.")
+    packages = {name: contender.package for name, contender in CONTENDERS.items()}
+    names, notices = choose_names(packages, settings.only, reference_version())
     chosen = []
     for contender in (CONTENDERS[name] for name in names):
         if settings.lengths_of(contender):
@@ -430,119 +382,21 @@ def gemm_flops_per_second(size: int = GEMM_SIZE, repeats: int = 3) -> float:
     return 2 * size**3 / best
 
 
-def machine_info(threads: int) -> dict[str, Any]:
-    """What the figures depend on: processor, threads, versions, and how busy the machine is."""
-    try:
-        load: list[float] | None = [round(value, 2) for value in os.getloadavg()]
-    except (AttributeError, OSError):
-        load = None
-    processor = platform.processor()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    return {
-        "cpu": processor or platform.machine(),
-        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_count": os.cpu_count(),
-        "threads": threads,
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "load_average_at_start": load,
-    }
-
-
-def _status_bytes(field: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return int(line.split()[1]) * 1024
-    raise OSError(f"/proc/self/status has no {field}")
-
-
-def _release_free_memory() -> None:
-    """Hand the allocator's free pages back to the system where it can: reuse of them would hide growth."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
-
-
-def _sampled_growth(call: Callable[[], object]) -> int:
-    """Growth of resident memory during `call`, seen by a thread that looks every millisecond."""
-    import psutil
-
-    process = psutil.Process()
-    before = peak = process.memory_info().rss
-    done = threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not done.wait(0.001):
-            peak = max(peak, process.memory_info().rss)
-
-    watcher = threading.Thread(target=watch, daemon=True)
-    watcher.start()
-    try:
-        result = call()
-        peak = max(peak, process.memory_info().rss)
-        del result
-    finally:
-        done.set()
-        watcher.join()
-    return int(peak - before)
-
-
-def peak_growth(call: Callable[[], object]) -> tuple[int, str]:
-    """Bytes of resident memory that `call` needed at its peak beyond those before it, and how they were seen.
-
-    Linux keeps the peak of a process and lets it be reset, which is exact ("VmHWM"); elsewhere a thread
-    samples the resident memory ("sampled"), which may miss a short peak.
-    """
-    _release_free_memory()
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-        before = _status_bytes("VmRSS")
-        if _status_bytes("VmHWM") - before > 1 << 20:
-            raise OSError("the peak was not reset")
-    except (OSError, ValueError):
-        return _sampled_growth(call), "sampled"
-    result = call()
-    growth = _status_bytes("VmHWM") - before
-    del result
-    return max(growth, 0), "VmHWM"
-
-
-def _memory_worker() -> None:
-    """Body of the fresh process: read one job as JSON from stdin, print its peak growth as the last line."""
-    job = json.loads(sys.stdin.read())
-    settings = BenchmarkSettings(**{**job["settings"], "lengths": tuple(job["settings"]["lengths"]), "only": ()})
+def _memory_worker(job: dict[str, Any]) -> dict[str, Any]:
+    settings = BenchmarkSettings(**{**job["settings"], "only": ()})
     torch.set_num_threads(settings.threads)
     subject = CONTENDERS[job["contender"]].build(settings)
     # Libraries, thread pools and autograd come alive at a short length, before the count starts.
     _warm_up(subject, min(job["length"], 2 * settings.chunk_size), (job["pass"],))
     inputs = subject.make_inputs(job["length"])
     growth, method = peak_growth(lambda: run_pass(subject, inputs, job["pass"]))
-    print(json.dumps({"bytes": growth, "method": method}))
+    return {"bytes": growth, "method": method}
 
 
 def measure_peak_memory(settings: BenchmarkSettings, name: str, length: int, which: str) -> dict[str, Any]:
     """Peak growth of one call in a fresh process: {"bytes", "method"}, or {"error"} when it failed."""
     job = {"settings": dataclasses.asdict(settings), "contender": name, "length": length, "pass": which}
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": str(settings.threads),
-        "MKL_NUM_THREADS": str(settings.threads),
-    }
-    code = "from titans.evaluation.memory_benchmark import _memory_worker; _memory_worker()"
-    process = subprocess.run(
-        [sys.executable, "-c", code], input=json.dumps(job), capture_output=True, text=True, env=environment
-    )
-    if process.returncode < 0:
-        return {"error": f"ended by signal {-process.returncode} (out of memory?)"}
-    if process.returncode:
-        return {"error": (process.stderr.strip().splitlines() or ["no message"])[-1]}
-    answer: dict[str, Any] = json.loads(process.stdout.strip().splitlines()[-1])
-    return answer
+    return in_fresh_process(_memory_worker, job, settings.threads)
 
 
 Key = tuple[str, int, str]  # contender, length, pass
@@ -621,9 +475,7 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
     """
     run = _Run(settings, progress)
     machine = machine_info(settings.threads)
-    load = machine["load_average_at_start"]
-    if load and load[0] > 1:
-        run.notices.append(f"the load average was {load[0]} at the start: other work disturbs the figures.")
+    run.notices += busy_notices(machine)
 
     # Memory comes first, so that a length that does not fit ends a child process and not this one.
     peaks = run.measure_memory() if settings.memory else {}
@@ -640,7 +492,7 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
     results = []
     for key, times in seconds.items():
         name, length, which = key
-        best = min(times)
+        times_of = timing(times, settings.batch * length)
         flops = _needed_flops(subjects[name], name, settings, length, which)
         peak = peaks.get(key, {})
         results.append(
@@ -648,14 +500,11 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
                 "contender": name,
                 "length": length,
                 "pass": which,
-                "seconds": times,
-                "best_seconds": best,
-                "median_seconds": statistics.median(times),
-                "tokens_per_second": settings.batch * length / best,
+                **times_of,
                 "peak_growth_bytes": peak.get("bytes"),
                 "peak_method": peak.get("method"),
                 "needed_flops": flops,
-                "fraction_of_gemm": None if flops is None else flops / best / gemm,
+                "fraction_of_gemm": None if flops is None else flops / times_of["best_seconds"] / gemm,
             }
         )
     return {
@@ -744,26 +593,17 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     return rows
 
 
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write the report as JSON."""
-    write_atomically(path, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
-
-
 def _title(report: dict[str, Any]) -> str:
-    settings, machine = report["settings"], report["machine"]
-    threads = "1 thread" if machine["threads"] == 1 else f"{machine['threads']} threads"
+    settings = report["settings"]
     return (
         f"Neural memory: dim {settings['dim']}, {settings['heads']} heads, depth {settings['depth']}, "
         f"chunk {settings['chunk_size']}, batch {settings['batch']} "
-        f"({machine['cpu']}, {threads}, torch {machine['torch']})"
+        f"({machine_text(report['machine'])})"
     )
 
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """Print times, memory, efficiency and scaling of a report, in tables 80 columns wide."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
     found = {(r["contender"], r["length"], r["pass"]): r for r in report["results"]}
     ratios = {(r["contender"], r["against"], r["length"], r["pass"]): r for r in report["ratios"]}
     places = list(dict.fromkeys((name, length) for name, length, _ in found))
@@ -772,25 +612,17 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         pair = [ratios.get((name, a, length, which)) for a in ("titans-pytorch", "titans-pytorch-coarse")]
         if pair == [None, None]:
             return ""
-        return " / ".join(_times_text(r[what] if r else None) for r in pair)
-
-    def table(title: str, headings: Sequence[str], rows: list[list[str]]) -> None:
-        drawn = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-        for index, heading in enumerate(headings):
-            drawn.add_column(heading, justify="right" if index else "left", no_wrap=True)
-        for row in rows:
-            drawn.add_row(*row)
-        console.print(drawn)
+        return " / ".join(times_text(r[what] if r else None) for r in pair)
 
     console.print(_title(report), style="bold", highlight=False)
     for which in PASSES:
         rows = []
         for name, length in places:
             if (result := found.get((name, length, which))) is not None:
-                times = (_seconds_text(result[key]) for key in ("best_seconds", "median_seconds"))
+                times = (seconds_text(result[key]) for key in ("best_seconds", "median_seconds"))
                 speed = f"{result['tokens_per_second']:.0f}"
                 rows.append([name, str(length), *times, speed, against(name, length, which, "speed")])
-        table(f"Time, {which}", ("contender", "tokens", "best", "median", "tokens/s", "faster"), rows)
+        print_table(console, f"Time, {which}", ("contender", "tokens", "best", "median", "tokens/s", "faster"), rows)
 
     if report["settings"]["memory"]:
         rows = []
@@ -798,10 +630,10 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             row = [name, str(length)]
             for which in PASSES:
                 peak = found.get((name, length, which), {}).get("peak_growth_bytes")
-                row += [_mebibytes_text(peak), against(name, length, which, "memory")]
+                row += [mebibytes_text(peak), against(name, length, which, "memory")]
             rows.append(row)
         headings = ("contender", "tokens", "fwd", "smaller", "fwd+bwd", "smaller")
-        table("Peak growth of resident memory during one call, MiB", headings, rows)
+        print_table(console, "Peak growth of resident memory during one call, MiB", headings, rows)
 
     rows = []
     for row in report["scaling"]:
@@ -818,7 +650,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         )
     if rows:
         headings = ("contender", "pass", "of GEMM", "speed kept", "KiB/token", "growth")
-        table("At the longest length of each", headings, rows)
+        print_table(console, "At the longest length of each", headings, rows)
     gemm = report["gemm"]
     console.print(
         "faster, smaller: than titans-pytorch with chunk_size=1 (the rule of 'chunked') / when coarse.\n"
@@ -827,23 +659,6 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         "KiB/token: slope of peak memory between the two longest lengths; growth: linear, or less, or more.",
         highlight=False,
     )
-
-
-def _times_text(ratio: float | None) -> str:
-    """At most five characters: 0.04x, 0.93x, 2.3x, 21x."""
-    if ratio is None:
-        return "-"
-    return f"{ratio:.2f}x" if ratio < 1 else f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
-
-
-def _mebibytes_text(count: int | None) -> str:
-    if count is None:
-        return ""
-    return f"{count / 2**20:.1f}" if count < 100 * 2**20 else f"{count / 2**20:.0f}"
-
-
-def _seconds_text(seconds: float) -> str:
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
 _COLOURS = {
@@ -858,13 +673,7 @@ _COLOURS = {
 
 def write_plot(report: dict[str, Any], path: Path) -> None:
     """Draw tokens per second against length, forward and forward+backward side by side, into `path`."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 5), sharey=True, layout="constrained")
+    figure, axes = speed_axes(len(PASSES), _title(report))
     for axis, which in zip(axes, PASSES, strict=True):
         for contender in report["contenders"]:
             name = contender["name"]
@@ -877,19 +686,5 @@ def write_plot(report: dict[str, Any], path: Path) -> None:
                 color=_COLOURS[name],
                 label=name,
             )
-        axis.set(xscale="log", yscale="log", title=which, xlabel="tokens in the sequence")
-        axis.set_xticks(report["settings"]["lengths"])
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.yaxis.set_minor_formatter(NullFormatter())
-        axis.grid(which="major", color="#dddddd")
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0].set_ylabel("tokens per second (higher is better)")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
-    figure.suptitle(_title(report), fontsize=10)
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=150, format=path.suffix.lstrip(".").lower())
-    pyplot.close(figure)
-    write_atomically(path, drawn.getvalue())
+        finish_speed_axis(axis, which, "tokens in the sequence", report["settings"]["lengths"])
+    save_speed_figure(figure, axes, path)

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans.layers.lmm import LMMBlock
+from titans.layers.blocks import LMMBlock
 from titans.layers.memory import NeuralMemory
 
 IGNORE = -100  # the label of a position that is not a question; cross_entropy leaves it out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -20,8 +21,8 @@ from titans.ops import (
 )
 from titans.ops.exact import GUARD_EVERY
 from titans.ops.frame import make_frame
-from titans.ops.inputs import check_finite
-from titans.ops.project import gate_output, project_qkv
+from titans.ops.inputs import LOSSES, check_finite
+from titans.ops.project import UNIT_EPS, gate_output, last_inputs, project_heads
 
 MODES = ("chunked", "exact", "recurrent")
 GATES = ("token", "constant")
@@ -48,12 +49,18 @@ class NeuralMemory(nn.Module):
             mode a tile size that changes only the speed (default 64 for linear memory, 8 for deep).
         sweeps: fixed-point sweeps of the exact mode for deep memory.
         activation, bias, residual: of the memory network, see :class:`titans.ops.MemoryMLP`.
+        layer_norm: a LayerNorm on the memory network's output, before the residual; learned, but not by the memory.
+        loss: what the memory descends on: ``"squared"``, ||M(k) - v||^2, or ``"dot"``, -<M(k), v>.
+        decay_first: take the gradient at the weights after forgetting, as Gated DeltaNet does; not in chunked mode.
+        unit_keys: scale queries and keys to length 1.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
         momentum, forgetting: switch either off.
         forget_to: ``"start"``: what is forgotten returns to the learned start M_0, where the memory can learn again;
             ``"zero"``: Eq. 13 as written, with which a deep memory that has forgotten everything has no gradient.
         gates: ``"token"``: step, forgetting and momentum depend on the token; ``"constant"``: learned per head.
         theta_max: the largest step; the step is theta_max * sigmoid(.) * (1 - eta).
+        fixed_theta: the step of every token, instead of a gate.
+        fixed_alpha: the forgetting of every token, one number a head, instead of a gate.
         bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
         max_norm: with ``bounded``, the largest norm that a row of a memory weight may keep.
         writes: False switches the memory off: nothing is written or forgotten, it stays at its learned start.
@@ -76,12 +83,18 @@ class NeuralMemory(nn.Module):
         activation: str = "silu",
         bias: bool = False,
         residual: bool = False,
+        layer_norm: bool = False,
+        loss: str = "squared",
+        decay_first: bool = False,
+        unit_keys: bool = True,
         conv_kernel: int = 4,
         momentum: bool = True,
         forgetting: bool = True,
         forget_to: str = "start",
         gates: str = "token",
         theta_max: float = 1.0,
+        fixed_theta: float | None = None,
+        fixed_alpha: Sequence[float] | None = None,
         bounded: bool = True,
         max_norm: float = 10.0,
         writes: bool = True,
@@ -117,16 +130,29 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"conv_kernel is {conv_kernel}; expected 0 (none) or the kernel's width")
         if not 0 < theta_max <= 1:
             raise ValueError(f"theta_max is {theta_max}; expected a number in (0, 1]")
+        if loss not in LOSSES:
+            raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+        if decay_first and mode == "chunked":
+            raise ValueError("decay_first is for the modes exact and recurrent; mode is 'chunked'")
+        if fixed_theta is not None and not 0 < fixed_theta <= 1:
+            raise ValueError(f"fixed_theta is {fixed_theta}; expected a number in (0, 1], or None")
+        if fixed_alpha is not None:
+            if not forgetting:
+                raise ValueError("fixed_alpha is given and forgetting is False; expected one of the two")
+            if len(fixed_alpha) != heads or not all(0 <= a <= 1 for a in fixed_alpha):
+                raise ValueError(f"fixed_alpha is {list(fixed_alpha)}; expected {heads} numbers in [0, 1], one a head")
 
         self.dim, self.heads, self.head_dim, self.depth = dim, heads, head_dim, depth
         self.mode = mode
         self.chunk_size = chunk_size or (64 if mode != "exact" or depth == 1 else 8)
         self.sweeps = sweeps
-        self.network = MemoryMLP(activation=activation, bias=bias, residual=residual)
+        self._network = MemoryMLP(activation=activation, bias=bias, residual=residual)
+        self.loss, self.decay_first, self.unit_keys = loss, decay_first, unit_keys
         self.conv_kernel = conv_kernel
         self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
         self.forget_to = forget_to
-        self.theta_max = theta_max
+        self.theta_max, self.fixed_theta = theta_max, fixed_theta
+        self.fixed_alpha = None if fixed_alpha is None else tuple(fixed_alpha)
         self.bounded, self.max_norm = bounded, max_norm
         self.writes = writes
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
@@ -134,13 +160,16 @@ class NeuralMemory(nn.Module):
         inner = heads * head_dim
         self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
         self.conv = nn.Parameter(torch.empty(conv_kernel, 3 * inner)) if conv_kernel else None
-        gate_names = ["theta", *(["alpha"] if forgetting else []), *(["eta"] if momentum else [])]
-        self.gate_names = tuple(gate_names)
-        self.to_gates = nn.Linear(dim, len(gate_names) * heads) if gates == "token" else None
-        self.gate_bias = nn.Parameter(torch.empty(len(gate_names), heads)) if gates == "constant" else None
+        learned = {"theta": fixed_theta is None, "alpha": forgetting and fixed_alpha is None, "eta": momentum}
+        self.gate_names = tuple(name for name, is_learned in learned.items() if is_learned)
+        count = len(self.gate_names)
+        self.to_gates = nn.Linear(dim, count * heads) if gates == "token" and count else None
+        self.gate_bias = nn.Parameter(torch.empty(count, heads)) if gates == "constant" and count else None
         hidden = max(1, round(expansion * head_dim))
         widths = [head_dim, *[hidden] * (depth - 1), head_dim]
         self.initial = nn.ParameterList(torch.empty(heads, out, inside + int(bias)) for inside, out in pairwise(widths))
+        self.gain = nn.Parameter(torch.empty(heads, head_dim)) if layer_norm else None
+        self.shift = nn.Parameter(torch.empty(heads, head_dim)) if layer_norm else None
         self.norm = nn.RMSNorm(head_dim, eps=NORM_EPS)
         self.to_gate = nn.Linear(dim, inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)
@@ -166,18 +195,33 @@ class NeuralMemory(nn.Module):
         if self.gate_bias is not None:
             self.gate_bias.copy_(bias.unsqueeze(1).expand(-1, self.heads))
         for index, weight in enumerate(self.initial):
-            if index + 1 == self.depth:
+            if index + 1 == self.depth and self.gain is None:
                 nn.init.zeros_(weight)
+            elif index + 1 == self.depth:  # a norm of zero has no direction to learn from
+                nn.init.normal_(weight)
             else:
                 nn.init.normal_(weight, std=weight.shape[-1] ** -0.5)
         nn.init.ones_(self.norm.weight)
+        if self.gain is not None and self.shift is not None:
+            nn.init.ones_(self.gain)
+            nn.init.zeros_(self.shift)
+
+    @property
+    def network(self) -> MemoryMLP:
+        """The memory network, without its weights."""
+        if self.gain is None or self.shift is None:
+            return self._network
+        return replace(self._network, norm=(self.gain, self.shift))
 
     def init_state(self, batch_size: int) -> MemoryState:
         """The learned start M_0 for ``batch_size`` sequences, float32 or wider, part of the graph."""
         if batch_size < 0:
             raise ValueError(f"batch_size is {batch_size}; expected a whole number of at least 0")
         dtype = torch.promote_types(self.initial[0].dtype, torch.float32)
-        state = MemoryState.create([w.to(dtype).expand(batch_size, -1, -1, -1) for w in self.initial])
+        weights = [w.to(dtype).expand(batch_size, -1, -1, -1) for w in self.initial]
+        # without momentum a single zero stands for all of it
+        none = None if self.momentum else [w.new_zeros(()).expand(w.shape) for w in weights]
+        state = MemoryState.create(weights, none)
         if not self.conv_kernel:
             return state
         past = self.to_qkv.weight.new_zeros(batch_size, self.conv_kernel - 1, self.to_qkv.out_features)
@@ -249,11 +293,36 @@ class NeuralMemory(nn.Module):
         state = self._check(x, state, None)
         if x.shape[0] == 0 or x.shape[1] == 0:
             return torch.empty_like(x)
+        past = state.conv[0][..., : self.heads * self.head_dim] if self.conv_kernel else None
+        return self.read_stream(x, state.weights, past)[0]
+
+    def read_stream(
+        self, x: Tensor, weights: Sequence[Tensor], past: Tensor | None, mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """M*(q) along a stream that is only read, with convolution inputs of its own.
+
+        Args:
+            x: (batch, time, dim).
+            weights: M*, one (batch, heads, out, in) tensor a layer.
+            past: (batch, kernel - 1, heads * head_dim), the queries' last convolution inputs; None: the stream starts.
+            mask: (batch, time) bool; False for padding, which must stand after a row's tokens.
+
+        Returns:
+            y (batch, time, dim), and ``past`` to go on from; None without convolution.
+        """
         x = self._limit(x)
-        q, _, _, _ = self._project(x, state.conv, None)
+        inner = self.heads * self.head_dim
+        projected = F.linear(x, self.to_qkv.weight[:inner])
+        kernel = before = None
+        if self.conv is not None:
+            kernel = self.conv[:, :inner].to(projected.dtype)
+            shape = (x.shape[0], self.conv_kernel - 1, inner)
+            before = projected.new_zeros(shape) if past is None else past.to(projected.dtype)
+            past = last_inputs(before, projected, mask)
+        (q,) = project_heads(projected, before, kernel, self.heads, self._lengths[:1]).unbind(0)
         with torch.autocast(x.device.type, enabled=False):
-            y = self.network(state.weights, q.to(state.weights[0].dtype))
-        return self._output(y.to(q.dtype), x)
+            y = self.network(weights, q.to(weights[0].dtype))
+        return self._output(y.to(q.dtype), x), past
 
     def _check(self, x: Tensor, state: MemoryState | None, mask: Tensor | None) -> MemoryState:
         if x.ndim != 3 or x.shape[-1] != self.dim:
@@ -285,39 +354,46 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]:
         """q, k, v (batch, heads, time, head_dim), q and k of length 1, and the convolutions' new state."""
         qkv = self.to_qkv(x)
-        if self.conv is None:
-            q, k, v = project_qkv(qkv, None, None, self.heads, self.bounded).unbind(0)
-            return q, k, v, ()
-        width = self.conv_kernel - 1
-        before = past[0].to(qkv.dtype)
-        if mask is not None:  # the last inputs of each sequence: what is masked stands behind them
-            index = mask.sum(1, keepdim=True) + torch.arange(width, device=x.device)
-            padded = torch.cat([before, qkv], dim=1)
-            last = padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[-1]))
-        elif qkv.shape[1] >= width:
-            last = qkv[:, qkv.shape[1] - width :]
-        else:
-            last = torch.cat([before[:, qkv.shape[1] :], qkv], dim=1)
-        q, k, v = project_qkv(qkv, before, self.conv.to(qkv.dtype), self.heads, self.bounded).unbind(0)
-        return q, k, v, (last,)
+        kernel = before = None
+        conv: tuple[Tensor, ...] = ()
+        if self.conv is not None:
+            kernel, before = self.conv.to(qkv.dtype), past[0].to(qkv.dtype)
+            conv = (last_inputs(before, qkv, mask),)
+        q, k, v = project_heads(qkv, before, kernel, self.heads, self._lengths).unbind(0)
+        return q, k, v, conv
+
+    @property
+    def _lengths(self) -> tuple[float | None, float | None, float | None]:
+        """How queries, keys and values are normalised: what is added to their squared lengths, None for not at all.
+
+        A bounded memory's values lie in the unit ball: its output is normalised, so their direction is what counts.
+        """
+        unit = UNIT_EPS if self.unit_keys else None
+        return unit, unit, 1.0 if self.bounded else None
 
     def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""
         dtype = torch.promote_types(self.initial[0].dtype, torch.float32)
+        raw = None
         if self.to_gates is not None:
             with torch.autocast(x.device.type, enabled=False):
                 weight, bias = self.to_gates.weight.to(dtype), self.to_gates.bias.to(dtype)
                 raw = F.linear(x.to(dtype), weight, bias)
             raw = raw.unflatten(-1, (len(self.gate_names), self.heads)).permute(2, 0, 3, 1)
-        else:
-            assert self.gate_bias is not None
+        elif self.gate_bias is not None:
             raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])
-        gate = dict(zip(self.gate_names, torch.sigmoid(raw).unbind(0), strict=True))
+        gate = {} if raw is None else dict(zip(self.gate_names, torch.sigmoid(raw).unbind(0), strict=True))
+        shape = (x.shape[0], self.heads, x.shape[1])
         eta = ETA_MAX * gate["eta"] if self.momentum else None
-        theta = self.theta_max * gate["theta"]
+        if self.fixed_theta is None:
+            theta = self.theta_max * gate["theta"]
+        else:
+            theta = torch.full(shape, self.fixed_theta, dtype=dtype, device=x.device)
         if eta is not None:
             theta = theta * (1 - eta)
         alpha = gate.get("alpha")
+        if self.fixed_alpha is not None:
+            alpha = torch.tensor(self.fixed_alpha, dtype=dtype, device=x.device)[:, None].expand(shape)
         if not self.writes:  # nothing written and nothing forgotten: M_0, whatever the tokens are
             theta, alpha, eta = theta * 0, None, None
         return theta, alpha, eta
@@ -340,7 +416,7 @@ class NeuralMemory(nn.Module):
             rest = [w.to(state.weights[0].dtype).expand(len(q), -1, -1, -1) for w in self.initial]
         if self.mode == "chunked":
             return neural_memory_chunked(
-                q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
+                q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, loss=self.loss, mask=mask,
                 rest=rest,
                 bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
                 return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
@@ -348,13 +424,14 @@ class NeuralMemory(nn.Module):
         if self.mode == "exact":
             return neural_memory_exact(
                 q, k, v, theta, alpha, eta, state, self.chunk_size, sweeps=self.sweeps, network=self.network,
-                mask=mask, rest=rest, bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
+                loss=self.loss, decay_first=self.decay_first, mask=mask, rest=rest, bounded=self.bounded,
+                max_norm=max_norm, first_order=self.first_order,
                 return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
             )  # fmt: skip
         guard_every = GUARD_EVERY if self.chunk_size == 1 and self.bounded else None
         return neural_memory_recurrent(
-            q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, mask=mask,
-                rest=rest,
+            q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, loss=self.loss,
+            decay_first=self.decay_first, mask=mask, rest=rest,
             bounded=self.bounded, max_norm=max_norm, guard_every=guard_every, first_order=self.first_order,
             return_surprise=return_surprise, check_values=False,
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,28 +15,49 @@ from titans.ops.native import project as native
 UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 
 
-def project_qkv(x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: int, bounded: bool) -> Tensor:
-    """silu(conv(x)) cut into queries and keys of length 1 and values, at most of length 1 if ``bounded``.
+def project_heads(
+    x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: int, eps: Sequence[float | None]
+) -> Tensor:
+    """silu(conv(x)) cut into parts (queries, keys, values), each a vector a head, with its length normalised.
 
     Args:
-        x: (batch, time, 3 * heads * width).
+        x: (batch, time, parts * heads * width).
         past: (batch, reach, channels), the inputs before x; None without a convolution.
         kernel: (reach + 1, channels), None likewise.
+        eps: one a part: y / sqrt(||y||^2 + eps), of length 1 for a small eps, at most 1 for 1; None: as it is.
 
     Returns:
-        (3, batch, heads, time, width).
+        (parts, batch, heads, time, width).
     """
     if native.available(x, past, kernel):
-        result: Tensor = native.Project.apply(x, past, kernel, heads, bounded, UNIT_EPS)
+        result: Tensor = native.Project.apply(x, past, kernel, heads, eps)
         return result
     if kernel is not None:
         assert past is not None
         x = causal_conv(torch.cat([past, x], dim=1), kernel)
-    q, k, v = F.silu(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-    q, k = (y * torch.rsqrt(y.square().sum(-1, keepdim=True) + UNIT_EPS) for y in (q, k))
-    if bounded:  # what is read is normalised, so a value's direction is what counts
-        v = v * torch.rsqrt(v.square().sum(-1, keepdim=True) + 1)
-    return torch.stack([q, k, v])
+    parts = F.silu(x).unflatten(-1, (len(eps), heads, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+    return torch.stack(
+        [
+            y if e is None else y * torch.rsqrt(y.square().sum(-1, keepdim=True) + e)
+            for y, e in zip(parts, eps, strict=True)
+        ]
+    )
+
+
+def last_inputs(past: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
+    """The ``past`` of the call after this one: each row's last inputs.
+
+    Args:
+        past: (batch, reach, channels).
+        x: (batch, time, channels).
+        mask: (batch, time) bool; False for padding, which must stand after a row's tokens.
+    """
+    reach, time = past.shape[1], x.shape[1]
+    if mask is not None:
+        index = mask.sum(1, keepdim=True) + torch.arange(reach, device=x.device)
+        padded = torch.cat([past, x], dim=1)
+        return padded.gather(1, index.unsqueeze(-1).expand(-1, -1, padded.shape[-1]))
+    return x[:, time - reach :] if time >= reach else torch.cat([past[:, time:], x], dim=1)
 
 
 def gate_output(y: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:

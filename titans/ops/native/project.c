@@ -22,17 +22,17 @@ static void convolve(int width, int reach, int t, const REAL *past, const REAL *
     }
 }
 
-/* x (batch, time, 3 * heads * width), past (batch, reach, the same), kernel (reach + 1, the same) or NULL ->
- * result (3, batch, heads, time, width). Parts 0 and 1 get norm 1 (less eps), part 2 at most 1 if `bounded`. */
-int titans_project(int batch, int time, int heads, int width, int reach, int bounded, int threads, double eps,
+/* x (batch, time, parts * heads * width), past (batch, reach, the same), kernel (reach + 1, the same) or NULL ->
+ * result (parts, batch, heads, time, width). Each part is divided by the root of its square plus its eps; below 0: not. */
+int titans_project(int batch, int time, int parts, int heads, int width, int reach, int threads, const double *eps,
                    const REAL *x, const REAL *past, const REAL *kernel, REAL *result) {
-    size_t stride = (size_t)3 * heads * width;
+    size_t stride = (size_t)parts * heads * width;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
 #endif
-    for (int unit = 0; unit < 3 * heads; unit++)
+    for (int unit = 0; unit < parts * heads; unit++)
         for (int b = 0; b < batch; b++) {
-            int part = unit / heads, head = unit % heads, scaled = part < 2 || bounded;
+            int part = unit / heads, head = unit % heads, scaled = eps[part] >= 0;
             size_t channel = (size_t)unit * width;
             REAL *out = result + (((size_t)part * batch + b) * heads + head) * time * width;
             const REAL *here = x + (size_t)b * time * stride + channel, *weight = kernel ? kernel + channel : NULL;
@@ -40,7 +40,7 @@ int titans_project(int batch, int time, int heads, int width, int reach, int bou
             REAL z[width];
             for (int t = 0; t < time; t++, out += width) {
                 convolve(width, reach, t, before, here, stride, weight, z);
-                REAL square = part < 2 ? (REAL)eps : 1;
+                REAL square = (REAL)eps[part];
                 for (int i = 0; i < width; i++) out[i] = z[i] * sigmoid(z[i]);
                 square += dot(width, out, out);
                 REAL scale = scaled ? 1 / SQRT(square) : 1;
@@ -51,16 +51,16 @@ int titans_project(int batch, int time, int heads, int width, int reach, int bou
 }
 
 /* grad_x, grad_past and grad_kernel are added to. */
-int titans_project_backward(int batch, int time, int heads, int width, int reach, int bounded, int threads, double eps,
-                            const REAL *x, const REAL *past, const REAL *kernel, const REAL *grad, REAL *grad_x,
-                            REAL *grad_past, REAL *grad_kernel) {
-    size_t stride = (size_t)3 * heads * width;
+int titans_project_backward(int batch, int time, int parts, int heads, int width, int reach, int threads,
+                            const double *eps, const REAL *x, const REAL *past, const REAL *kernel, const REAL *grad,
+                            REAL *grad_x, REAL *grad_past, REAL *grad_kernel) {
+    size_t stride = (size_t)parts * heads * width;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
 #endif
-    for (int unit = 0; unit < 3 * heads; unit++)
+    for (int unit = 0; unit < parts * heads; unit++)
         for (int b = 0; b < batch; b++) {
-            int part = unit / heads, head = unit % heads, scaled = part < 2 || bounded;
+            int part = unit / heads, head = unit % heads, scaled = eps[part] >= 0;
             size_t channel = (size_t)unit * width, row = (size_t)b * time * stride + channel;
             const REAL *out_bar = grad + (((size_t)part * batch + b) * heads + head) * time * width;
             const REAL *weight = kernel ? kernel + channel : NULL;
@@ -70,7 +70,7 @@ int titans_project_backward(int batch, int time, int heads, int width, int reach
             for (int t = 0; t < time; t++, out_bar += width) {
                 convolve(width, reach, t, before, x + row, stride, weight, z);
                 activate(SILU, width, z, value, slope, NULL);
-                REAL square = (part < 2 ? (REAL)eps : 1) + dot(width, value, value);
+                REAL square = (REAL)eps[part] + dot(width, value, value);
                 REAL scale = scaled ? 1 / SQRT(square) : 1;
                 REAL along = scaled ? dot(width, value, out_bar) / square : 0;
                 for (int i = 0; i < width; i++) z[i] = scale * (out_bar[i] - along * value[i]) * slope[i];

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,25 +21,27 @@ def available(*tensors: Tensor | None) -> bool:
 
 
 class Project(torch.autograd.Function):
-    """x (batch, time, 3 * heads * width) -> q, k, v as (3, batch, heads, time, width), with norms; see project.c.
+    """x (batch, time, parts * heads * width) -> (parts, batch, heads, time, width), with norms; see project.c.
 
     ``past`` (batch, reach, channels) and ``kernel`` (reach + 1, channels) are None without a convolution.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: int, bounded: bool, eps: float
+        ctx: Any, x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: int, eps: Sequence[float | None]
     ) -> Tensor:
         x = x.contiguous()
         past = None if past is None else past.contiguous()
         kernel = None if kernel is None else kernel.contiguous()
         batch, time, channels = x.shape
         reach = 0 if kernel is None else len(kernel) - 1
-        width = channels // (3 * heads)
-        ctx.sizes = (batch, time, heads, width, reach, int(bounded), torch.get_num_threads(), ctypes.c_double(eps))
+        parts = len(eps)
+        width = channels // (parts * heads)
+        numbers = (ctypes.c_double * parts)(*(-1.0 if e is None else e for e in eps))
+        ctx.sizes = (batch, time, parts, heads, width, reach, torch.get_num_threads(), numbers)
         ctx.there = [past is not None, kernel is not None]
         ctx.save_for_backward(x, *(t for t in (past, kernel) if t is not None))
-        result = x.new_empty(3, batch, heads, time, width)
+        result = x.new_empty(parts, batch, heads, time, width)
         call("titans_project", x.dtype, *ctx.sizes, *(address(t) for t in (x, past, kernel, result)))
         return result
 
@@ -52,7 +55,7 @@ class Project(torch.autograd.Function):
         call(
             "titans_project_backward", x.dtype, *ctx.sizes, *(address(t) for t in (x, past, kernel, grad, *grads))
         )  # fmt: skip
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 class Gate(torch.autograd.Function):

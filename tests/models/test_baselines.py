@@ -1,0 +1,97 @@
+"""One roof: shipped configs have the size of their names, presets are their papers' rules, baselines match them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from titans import NeuralMemory, TitansConfig, TitansForCausalLM
+from titans.models import NAMES, PRESETS, SIZES, build, config_for, count_parameters, state_bytes
+from titans.models.presets import preset_fields
+from titans.ops import MemoryState, presets
+
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.json"))
+
+
+def test_there_is_a_config_for_every_variant_and_size() -> None:
+    assert {path.stem for path in CONFIGS} == {f"{v}-{s}" for v in ("lmm", "mac", "mag", "mal") for s in SIZES}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_shipped_config_has_the_size_of_its_name(path: Path) -> None:
+    variant, size = path.stem.split("-")
+    config = TitansConfig.from_json_file(path)
+    assert config.variant == variant
+    assert abs(count_parameters(config) / SIZES[size].parameters - 1) < 0.05
+    assert TitansConfig.from_pretrained(path).fingerprint() == config.fingerprint()
+    if SIZES[size].parameters > 200_000_000:  # fitting the larger ones again takes a while, and is the same code
+        return
+    built = config_for(variant, size)
+    written = {k: v for k, v in json.loads(path.read_text()).items() if k not in ("model_type", "architectures")}
+    assert {k: getattr(built, k) for k in written} == written
+
+
+@pytest.mark.parametrize("name", NAMES)
+@torch.no_grad()
+def test_every_name_builds_a_model_of_the_same_size_that_reads_and_has_a_state(name: str) -> None:
+    made = build(name, "1m").eval()
+    count = sum(p.numel() for p in made.parameters())
+    assert abs(count / 1_000_000 - 1) < 0.01
+    assert made(torch.zeros(1, 5, dtype=torch.int64)).logits.shape == (1, 5, 512)
+    short, long = state_bytes(made, 100), state_bytes(made, 100_000)
+    if name in ("transformer++", "gated-deltanet-hybrid"):
+        assert long > 900 * (short - state_bytes(made, 1))
+    else:
+        assert 0 < long < 3_000_000
+    if name in ("lmm", "mamba2", *PRESETS):
+        assert short == long
+
+
+@torch.no_grad()
+def test_state_bytes_is_what_the_cache_holds() -> None:
+    for name, length in (("mag", 300), ("mac", 40), ("sliding-window", 50)):
+        made = build(name, "1m").eval()
+        assert isinstance(made, TitansForCausalLM)
+        cache = made(torch.zeros(1, length, dtype=torch.int64), use_cache=True).past_key_values
+        assert state_bytes(made, length) == cache.nbytes
+    made = build("transformer++", "1m").eval()
+    layers, heads, width = made.config.num_hidden_layers, 4, 24
+    assert state_bytes(made, 1000) == 2 * layers * heads * width * 1000 * 4
+
+
+def project(memory: NeuralMemory, x: torch.Tensor) -> tuple[Any, ...]:
+    past = memory.init_state(len(x)).conv
+    q, k, v, _ = memory._project(x, past, None)
+    theta, alpha, _ = memory._gate(x)
+    return q, k, v, theta, alpha
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@torch.no_grad()
+def test_a_preset_is_the_rule_of_its_paper(name: str) -> None:
+    torch.manual_seed(0)
+    fields = preset_fields(name, 2)
+    options = {k.removeprefix("memory_"): v for k, v in fields.items() if k.startswith("memory_")}
+    memory = NeuralMemory(8, heads=2, **options).double()
+    for parameter in memory.parameters():
+        if name.startswith("ttt") or parameter is not memory.initial[0]:
+            parameter += 0.3 * torch.randn_like(parameter)
+    x = torch.randn(2, 37, 8, dtype=torch.float64)
+    q, k, v, theta, alpha = project(memory, x)
+    start = MemoryState.create([w.expand(2, -1, -1, -1) for w in memory.initial])
+    expected = {
+        "linear-attention": lambda: presets.linear_attention(q, k, v),
+        "retnet": lambda: presets.retnet(q, k, v, 1 - 2.0 ** torch.tensor([-5.0, -6.0], dtype=torch.float64)),
+        "gla": lambda: presets.gla(q, k, v, 1 - alpha),
+        "deltanet": lambda: presets.delta_net(q, k, v, 2 * theta),
+        "gated-deltanet": lambda: presets.gated_delta_net(q, k, v, 2 * theta, 1 - alpha),
+        "ttt-linear": lambda: presets.ttt_linear(q, k, v, theta, start, (memory.gain, memory.shift)),
+        "ttt-mlp": lambda: presets.ttt_mlp(q, k, v, theta, start, (memory.gain, memory.shift)),
+    }[name]()
+    y, state = memory(x)
+    torch.testing.assert_close(y, memory._output(expected[0], x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(state.weights, expected[1].weights, rtol=0, atol=1e-10)

@@ -1,0 +1,80 @@
+"""`titans inspect`: what the memory of a model does along a text, as a page to look at."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from titans.cli.paths import check_output
+
+
+def inspect(
+    model: Annotated[
+        str, typer.Argument(help="A folder with a saved model; for a new, random one: a config file or a variant.")
+    ],
+    text: Annotated[str | None, typer.Argument(help="The text to read.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the text from here; - is standard input.")] = None,
+    out: Annotated[Path, typer.Option(help="Write the page here.")] = Path("inspect.html"),
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Read no more tokens than this.")] = 20_000,
+    piece: Annotated[int | None, typer.Option(min=1, help="Tokens between two norms; default: by length.")] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of random weights.")] = 0,
+) -> None:
+    """Show surprise, gates and norms of a model's memory along a text, and its attention mask, as one HTML page."""
+    data = _read(text, file)
+    check_output(out)
+    if json_path is not None:
+        check_output(json_path)
+    if importlib.util.find_spec("transformers") is None:
+        raise typer.BadParameter("inspect needs transformers: pip install 'titan-memory[models]'.")
+
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from titans.evaluation.files import write_atomically
+    from titans.evaluation.inspect import inspect_tokens, load_subject
+    from titans.evaluation.inspect_page import render_page, to_json
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    screen = Console(stderr=True)
+    try:
+        subject = load_subject(model, seed)
+        tokens = subject.tokenize(data)
+        with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
+            task = bar.add_task("reading", total=min(len(tokens), max_tokens))
+            inspection = inspect_tokens(
+                subject.model, tokens[:max_tokens], piece, lambda done: bar.update(task, completed=done)
+            )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if len(tokens) > max_tokens:
+        typer.echo(f"titans: read the first {max_tokens:,} of {len(tokens):,} tokens (--max-tokens).", err=True)
+    page = render_page(inspection, subject, len(tokens))
+    write_atomically(out, page.encode())
+    if json_path is not None:
+        write_atomically(json_path, json.dumps(to_json(inspection), allow_nan=False).encode() + b"\n")
+        typer.echo(f"Numbers: {json_path}")
+    typer.echo(f"Page: {out}")
+
+
+def _read(text: str | None, file: Path | None) -> bytes:
+    if (text is None) == (file is None):
+        raise typer.BadParameter("give the text to read, or --file with a file that holds it, and not both.")
+    if file is None:
+        data = os.fsencode(text or "")
+    elif str(file) == "-":
+        data = sys.stdin.buffer.read()
+    else:
+        try:
+            data = file.read_bytes()
+        except OSError as error:
+            raise typer.BadParameter(f"{file} cannot be read: {error.strerror}.") from error
+    if not data:
+        raise typer.BadParameter("the text is empty.")
+    return data

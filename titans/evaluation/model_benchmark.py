@@ -1,0 +1,881 @@
+"""Speed and peak memory of whole language models against length: ours, those of transformers, and titans-pytorch's MAC.
+
+Every contender has the same width and about the same number of parameters, and does the same work: training (forward
+and backward of the next-token loss), prefill (reading a prompt into a cache), and decoding token by token far into a
+sequence. Timings are interleaved: each round runs every contender once, so that a busy minute hits all of them. Peak
+memory is measured in a fresh process for every figure. Nothing is extrapolated: where a length did not run, there is
+no figure, and a sentence says why.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import importlib.metadata
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import titans
+from titans.evaluation.benchmark import (
+    REFERENCE,
+    REFERENCE_MAX_STEP,
+    Progress,
+    available_memory,
+    busy_notices,
+    check_at_least_one,
+    check_lengths,
+    check_names,
+    choose_names,
+    finish_speed_axis,
+    in_fresh_process,
+    limit_memory,
+    machine_info,
+    machine_text,
+    mebibytes_text,
+    peak_growth,
+    print_table,
+    reference_memory_options,
+    reference_version,
+    resident_bytes,
+    save_speed_figure,
+    seconds_text,
+    speed_axes,
+    times_text,
+    timing,
+)
+from titans.layers.memory import MODES
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SCHEMA = 1
+TRAIN, PREFILL, DECODE = "train", "prefill", "decode"
+MEASURES = (TRAIN, PREFILL, DECODE)
+OURS = ("lmm", "mac", "mag", "mal")
+BASELINE = "transformer++"
+REFERENCE_MAC = "titans-pytorch-mac"
+REFERENCE_STEP = 16  # tokens that titans-pytorch writes with one step
+REFERENCE_BATCH = 64  # tokens that take their gradient at the same weights in titans-pytorch
+CHUNK_SIZE = 64  # of the chunked rule, unless given
+PIECE = 1024  # tokens that are read at a time on the way to a far position
+STEP = 8  # widths that are fitted are multiples of this
+START_SECONDS = 60  # what a fresh process may take before it gets to work
+MEMORY_SHARE = 0.75  # of what is free at the start, the most that a contender may take unless told otherwise
+
+
+@dataclass(frozen=True)
+class ModelBenchmarkSettings:
+    """What is measured; a value that cannot be measured raises ValueError with one sentence.
+
+    dim, layers, heads, vocab_size: of every model; heads are those of the attention and of the memory
+    parameters: of every model, about; None: what MAC has with a feed-forward layer of 8/3 dim
+    memory_mode, memory_depth, chunk_size: rule, layers and chunk (exact: tile) of our memories; chunk None: the default
+    window, segment, persistent: tokens that MAG and MAL attend to, tokens of a MAC segment, persistent tokens
+    batch, lengths: sequences per call, and tokens per sequence in training and prefill
+    decode_positions, decode_tokens: where decoding is timed, and how many tokens a round decodes there
+    measures: what to measure, among train, prefill and decode
+    repeats, threads: rounds of timing, and CPU threads of every contender
+    only: names of the contenders to run, all of them when empty
+    max_seconds: the longest that one measurement may take, or the way to a position
+    max_memory: GiB that one measurement may take; None: three quarters of what is free at the start
+    memory: whether to measure peak memory (one fresh process a figure)
+    """
+
+    dim: int = 256
+    layers: int = 4
+    heads: int = 4
+    vocab_size: int = 256
+    parameters: int | None = None
+    memory_mode: str = "exact"
+    memory_depth: int = 2
+    chunk_size: int | None = None
+    window: int = 256
+    segment: int = 128
+    persistent: int = 16
+    batch: int = 1
+    lengths: tuple[int, ...] = (512, 2048, 8192, 16384, 32768)
+    decode_positions: tuple[int, ...] = (1000, 100_000)
+    decode_tokens: int = 64
+    measures: tuple[str, ...] = MEASURES
+    repeats: int = 3
+    threads: int = 1
+    only: tuple[str, ...] = ()
+    max_seconds: float = 600.0
+    max_memory: float | None = None
+    memory: bool = True
+
+    def __post_init__(self) -> None:
+        counts = ("dim", "layers", "heads", "vocab_size", "memory_depth", "window", "segment", "batch")
+        given = [name for name in ("parameters", "chunk_size") if getattr(self, name) is not None]
+        check_at_least_one(self, (*counts, *given, "decode_tokens", "repeats", "threads"))
+        if self.persistent < 0:
+            raise ValueError(f"persistent must be at least 0, got {self.persistent}.")
+        if self.dim % self.heads or self.dim // self.heads % 2:
+            raise ValueError(f"heads must divide dim into an even width, got dim {self.dim} and heads {self.heads}.")
+        check_names("memory_mode", (self.memory_mode,), MODES, "a mode")
+        check_names("only", self.only, CONTENDERS)
+        if not self.measures:
+            raise ValueError(f"measures must name at least one among {', '.join(MEASURES)}.")
+        check_names("measures", self.measures, MEASURES, "something")
+        for name in ("max_seconds", "max_memory"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} must be a positive number, got {value}.")
+        for name in ("lengths", "decode_positions"):
+            object.__setattr__(self, name, check_lengths(name, getattr(self, name)))
+        if {TRAIN, PREFILL} & set(self.measures) and self.lengths[0] < 2:
+            raise ValueError(f"lengths must be at least 2, a token and the next, got {self.lengths[0]}.")
+        for name in ("only", "measures"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+
+    @property
+    def head_width(self) -> int:
+        return self.dim // self.heads
+
+    def lengths_of(self, measure: str) -> tuple[int, ...]:
+        """The lengths, or positions, at which `measure` is taken."""
+        return self.decode_positions if measure == DECODE else self.lengths
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A contender made ready to run.
+
+    logits: of all tokens, (batch, time) -> (batch, time, vocab_size), for training
+    read: tokens and a cache (None at the start) -> the logits of the last token, and the cache after it
+    whole_prompt: a prompt must be read in one call, and after it one token a call
+    """
+
+    model: nn.Module
+    layers: int
+    logits: Callable[[Tensor], Tensor]
+    read: Callable[[Tensor, Any], tuple[Tensor, Any]]
+    whole_prompt: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One language model: what it is, how it is built, and how its memory, if it has one, learns at test time."""
+
+    name: str
+    package: str
+    what: str
+    build: Callable[[ModelBenchmarkSettings], Subject]
+    rule: Callable[[ModelBenchmarkSettings], str | None] = lambda settings: None
+    tokens_per_step: int | None = None
+    notes: tuple[str, ...] = ()
+
+
+def _config(name: str, settings: ModelBenchmarkSettings, **fields: Any) -> Any:
+    from titans.models import config_for
+
+    fields |= {"vocab_size": settings.vocab_size, "hidden_size": settings.dim}
+    fields.setdefault("num_hidden_layers", settings.layers)
+    heads, width = settings.heads, settings.head_width
+    if name == "mamba2":
+        fields |= {"num_heads": 2 * heads, "head_dim": width}
+    else:
+        fields["num_attention_heads"] = heads
+    if name == "gated-deltanet-hybrid":
+        fields |= {"num_key_value_heads": heads, "linear_num_key_heads": heads, "linear_num_value_heads": heads}
+        fields |= {"head_dim": width, "linear_key_head_dim": width, "linear_value_head_dim": width}
+        fields["full_attention_interval"] = min(4, settings.layers)
+    if name in OURS:
+        fields |= {
+            "segment_size": settings.segment,
+            "window_size": settings.window,
+            "num_persistent_tokens": settings.persistent,
+            "memory_heads": heads,
+            "memory_mode": settings.memory_mode,
+            "memory_depth": settings.memory_depth,
+            "memory_chunk_size": settings.chunk_size,
+        }
+    return config_for(name, "10m", **fields)  # whose own figures are all replaced
+
+
+def target_parameters(settings: ModelBenchmarkSettings) -> int:
+    """How many parameters the models are fitted to."""
+    from titans.models import count_parameters
+
+    return settings.parameters or count_parameters(_config("mac", settings, intermediate_size=None))
+
+
+def _fit(count: Callable[[int], int], target: int, step: int = STEP) -> int:
+    """The multiple of `step` at which `count`, a linear function, comes closest to `target`."""
+    low, high = count(step), count(2 * step)
+    return step * max(1, 1 + round((target - low) / (high - low)))
+
+
+def _build_transformers(settings: ModelBenchmarkSettings, name: str) -> Subject:
+    from transformers import AutoModelForCausalLM
+
+    from titans.models import count_parameters
+
+    target = target_parameters(settings)
+    if name == "mamba2":  # no feed-forward layers: it takes as many layers as fit, and a state that makes up the rest
+
+        def make(layers: int, state: int) -> Any:
+            return _config(name, settings, num_hidden_layers=layers, state_size=state)
+
+        usual = 2 * settings.head_width
+        layers = _fit(lambda n: count_parameters(make(n, usual)), target, step=1)
+        config = make(layers, _fit(lambda n: count_parameters(make(layers, n)), target))
+    else:
+        width = _fit(lambda n: count_parameters(_config(name, settings, intermediate_size=n)), target)
+        config = _config(name, settings, intermediate_size=width)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+
+    def logits(ids: Tensor) -> Tensor:
+        y: Tensor = model(input_ids=ids, use_cache=False).logits
+        return y
+
+    def read(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        key = "cache_params" if name == "mamba2" else "past_key_values"
+        output = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{key: cache})
+        return output.logits, output[key]
+
+    return Subject(model, config.num_hidden_layers, logits, read)
+
+
+def _build_reference(settings: ModelBenchmarkSettings) -> Subject:
+    from titans_pytorch import MemoryAsContextTransformer
+    from titans_pytorch.memory_models import MemoryMLP
+
+    def make(width: int) -> Any:
+        torch.manual_seed(0)
+        return MemoryAsContextTransformer(
+            num_tokens=settings.vocab_size,
+            dim=settings.dim,
+            depth=settings.layers,
+            heads=settings.heads,
+            dim_head=settings.head_width,
+            segment_len=settings.segment,
+            num_persist_mem_tokens=settings.persistent,
+            ff_mult=1.5 * (width + 0.5) / settings.dim,  # which it multiplies by 2/3 and rounds down
+            num_residual_streams=1,
+            neural_memory_segment_len=REFERENCE_STEP,
+            neural_memory_batch_size=REFERENCE_BATCH,
+            neural_memory_model=MemoryMLP(settings.head_width, depth=settings.memory_depth, expansion_factor=1.0),
+            neural_memory_kwargs=reference_memory_options(settings.heads, settings.head_width),
+        )
+
+    model = make(_fit(lambda n: sum(p.numel() for p in make(n).parameters()), target_parameters(settings)))
+    positions = model.axial_pos_emb
+
+    def read(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        if cache is None:
+            logits, state = model(ids, return_cache=True)
+            # As its own sample() does, the factors of the positions are made once for all tokens to come.
+            room = ids.shape[1] + settings.decode_tokens * (settings.repeats + 1)
+            shape = positions.maybe_derive_outer_dim(room, (REFERENCE_STEP,))
+            return logits[:, -1:], (ids, state, positions(shape, return_factorized=True))
+        seen, state, factors = cache
+        seen = torch.cat((seen, ids), dim=1)
+        logits, state = model(seen, cache=state, return_cache=True, factorized_pos_emb=factors)
+        return logits, (seen, state, factors)
+
+    return Subject(model, settings.layers, model, read, whole_prompt=True)
+
+
+def _our_rule(settings: ModelBenchmarkSettings) -> str:
+    if settings.memory_mode == "exact":
+        where = "at the weights of the token before (the sequential rule, in parallel)"
+    else:
+        where = f"at the start of the token's chunk of {settings.chunk_size or CHUNK_SIZE}"
+    return f"one step a token, gradient {where}, every token reads after its own write"
+
+
+def _ours(name: str, what: str) -> Contender:
+    build = partial(_build_transformers, name=name)
+    return Contender(name, "titan-memory", what, build, _our_rule, tokens_per_step=1)
+
+
+_REFERENCE_RULE = (
+    f"one step per {REFERENCE_STEP} tokens, gradient at weights that are renewed every {REFERENCE_BATCH} tokens, "
+    f"reads use the weights before the {REFERENCE_STEP}"
+)
+_NO_KERNEL = "the PyTorch code of transformers: its faster kernels need a GPU"
+
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        _ours("lmm", "memory alone"),
+        _ours("mac", "memory as a context of segment attention"),
+        _ours("mag", "memory as a gate of sliding-window attention"),
+        _ours("mal", "memory as a layer before sliding-window attention"),
+        Contender(
+            BASELINE,
+            "transformers",
+            "Llama: full causal attention (SDPA), RoPE, SwiGLU",
+            partial(_build_transformers, name=BASELINE),
+        ),
+        Contender(
+            "mamba2",
+            "transformers",
+            "a state space with one decay a head",
+            partial(_build_transformers, name="mamba2"),
+            notes=(_NO_KERNEL, "more layers than the others: it has no feed-forward layers"),
+        ),
+        Contender(
+            "gated-deltanet-hybrid",
+            "transformers",
+            "Qwen3-Next: Gated DeltaNet, and full attention (SDPA) in every fourth layer",
+            partial(_build_transformers, name="gated-deltanet-hybrid"),
+            notes=(_NO_KERNEL,),
+        ),
+        Contender(
+            REFERENCE_MAC,
+            REFERENCE,
+            "MemoryAsContextTransformer: a memory, then segment attention",
+            _build_reference,
+            lambda settings: _REFERENCE_RULE,
+            tokens_per_step=REFERENCE_STEP,
+            notes=(
+                f"neural_memory_segment_len={REFERENCE_STEP}, neural_memory_batch_size={REFERENCE_BATCH}",
+                "memory, segment and persistent tokens of the sizes of ours",
+                "one residual stream (its default of four is slower), no long-term memory tokens",
+                f"step gate at most {REFERENCE_MAX_STEP} (its default of 1 gives NaN on random tokens)",
+                "prefill computes the logits of all tokens, a prompt is read in one call",
+                "its cached decoding is timed as it is, though past one segment it is not what it computes uncached",
+            ),
+        ),
+    )
+}
+
+
+def choose_contenders(settings: ModelBenchmarkSettings) -> tuple[list[Contender], list[str]]:
+    """The contenders that will run, and one sentence for everything worth knowing about the choice."""
+    if importlib.util.find_spec("transformers") is None:
+        raise ValueError("the models need transformers: pip install 'titan-memory[models]'.")
+    packages = {name: contender.package for name, contender in CONTENDERS.items()}
+    names, notices = choose_names(packages, settings.only, reference_version())
+    return [CONTENDERS[name] for name in names], notices
+
+
+def make_ids(settings: ModelBenchmarkSettings, length: int) -> Tensor:
+    """Random tokens, (batch, length), the same for every contender."""
+    generator = torch.Generator().manual_seed(length)
+    return torch.randint(settings.vocab_size, (settings.batch, length), generator=generator)
+
+
+def train_step(subject: Subject, ids: Tensor) -> Tensor:
+    """Forward and backward of the next-token loss, which is returned; the gradients stay in the parameters."""
+    subject.model.train()
+    logits = subject.logits(ids)
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+@torch.no_grad()
+def prefill(subject: Subject, ids: Tensor) -> tuple[Tensor, Any]:
+    """Read a prompt in one call: the logits of its last token, and the cache."""
+    subject.model.eval()
+    return subject.read(ids, None)
+
+
+@torch.no_grad()
+def reach(subject: Subject, ids: Tensor, max_seconds: float = math.inf) -> tuple[Tensor, Any]:
+    """As `prefill`, in pieces where the model can; TimeoutError when that takes longer than `max_seconds`."""
+    subject.model.eval()
+    start = time.perf_counter()
+    cache = None
+    for piece in ids.split(ids.shape[1] if subject.whole_prompt else PIECE, dim=1):
+        if time.perf_counter() - start > max_seconds:
+            raise TimeoutError(f"the way there takes more than {max_seconds:.0f} s (max_seconds)")
+        logits, cache = subject.read(piece, cache)
+    return logits, cache
+
+
+@torch.no_grad()
+def decode(subject: Subject, logits: Tensor, cache: Any, tokens: int) -> tuple[Tensor, Any]:
+    """Go on greedily for `tokens` tokens after the last one's logits: the logits after them, and the cache."""
+    for _ in range(tokens):
+        logits, cache = subject.read(logits[:, -1].argmax(dim=-1, keepdim=True), cache)
+    return logits, cache
+
+
+def _check_finite(y: Tensor) -> None:
+    if not y.isfinite().all():
+        raise FloatingPointError("the output is not finite")
+
+
+def _time_call(subject: Subject, measure: str, ids: Tensor) -> float:
+    """Seconds of one training step or one prefill."""
+    start = time.perf_counter()
+    y = train_step(subject, ids) if measure == TRAIN else prefill(subject, ids)[0]
+    seconds = time.perf_counter() - start
+    subject.model.zero_grad()
+    _check_finite(y)
+    return seconds
+
+
+def _warm_up(subject: Subject, settings: ModelBenchmarkSettings, measure: str, length: int) -> None:
+    """Libraries, thread pools and autograd come alive at a short length, before anything counts."""
+    ids = make_ids(settings, min(length, 2 * settings.segment))
+    if measure == DECODE:
+        decode(subject, *reach(subject, ids), tokens=2)
+    else:
+        _time_call(subject, measure, ids)
+
+
+def _gibibytes_text(count: int) -> str:
+    return f"{count / 2**30:.2g} GiB (max_memory)"
+
+
+def _probe_worker(job: dict[str, Any]) -> dict[str, Any]:
+    settings = ModelBenchmarkSettings(**job["settings"])
+    measure, length = job["measure"], job["length"]
+    torch.set_num_threads(settings.threads)
+    _quiet_transformers()
+    subject = CONTENDERS[job["contender"]].build(settings)
+    _warm_up(subject, settings, measure, length)
+    ids = make_ids(settings, length)
+    if job["max_memory"] is not None:
+        limit_memory(job["max_memory"])
+    before, start = resident_bytes(), time.perf_counter()
+    try:
+        if measure == DECODE:
+            logits, cache = reach(subject, ids, settings.max_seconds)
+            seconds = time.perf_counter() - start
+            growth, method = peak_growth(lambda: decode(subject, logits, cache, settings.decode_tokens), before)
+        else:
+            growth, method = peak_growth(lambda: _time_call(subject, measure, ids))
+            seconds = time.perf_counter() - start
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+            limit = job["max_memory"]
+            return {"error": f"it needs more than {'there is' if limit is None else _gibibytes_text(limit)}"}
+        raise
+    except (FloatingPointError, TimeoutError) as error:
+        return {"error": str(error)}
+    return {"bytes": growth, "method": method, "seconds": seconds}
+
+
+def probe(
+    settings: ModelBenchmarkSettings, name: str, measure: str, length: int, max_memory: int | None = None
+) -> dict[str, Any]:
+    """One measurement in a fresh process: {"bytes", "method", "seconds"}, or {"error"} when it failed.
+
+    bytes: peak growth of resident memory during the call; for decoding, growth since before the prompt was read, so
+        that the cache counts and the working memory of the prompt does not
+    seconds: of the call, or of the way to the position where decoding starts
+    max_memory: bytes that it may take
+    """
+    job = {"settings": dataclasses.asdict(settings), "contender": name, "measure": measure, "length": length}
+    allowed = START_SECONDS + settings.max_seconds
+    answer = in_fresh_process(_probe_worker, job | {"max_memory": max_memory}, settings.threads, allowed)
+    if answer.get("seconds", 0) > settings.max_seconds:
+        return {"error": f"it took {answer['seconds']:.0f} s, more than {settings.max_seconds:.0f} s (max_seconds)"}
+    return answer
+
+
+def _quiet_transformers() -> None:
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()  # that kernels for a GPU are missing is said in the notes
+
+
+Key = tuple[str, str, int]  # contender, measure, length
+
+
+class _Run:
+    """One benchmark under way: how far it is, what is known of the time that things take, what was left out and why."""
+
+    def __init__(self, settings: ModelBenchmarkSettings, progress: Progress | None) -> None:
+        self.settings, self.progress = settings, progress
+        self.contenders, self.notices = choose_contenders(settings)
+        self.places = [(m, n) for m in MEASURES if m in settings.measures for n in settings.lengths_of(m)]
+        self.left_out: dict[tuple[str, str], int] = {}
+        self.known: dict[tuple[str, str], tuple[int, float]] = {}
+        ways = sum(measure == DECODE for measure, _ in self.places)
+        self.total = len(self.contenders) * (len(self.places) * (settings.repeats + settings.memory) + ways)
+        self.done = 0
+        self.subjects: dict[str, Subject] = {}
+
+    def step(self, what: str, contender: Contender, measure: str, length: int) -> bool:
+        """Report the next step; False when it is left out."""
+        if self.progress is not None:
+            self.progress(self.done, self.total, f"{what} {contender.name}, {measure}, {length:,} tokens")
+        self.done += 1
+        return not self.is_out(contender, measure, length)
+
+    def is_out(self, contender: Contender, measure: str, length: int) -> bool:
+        """Whether the contender gave up at this length or a shorter one, or would take too long for sure."""
+        if length >= self.left_out.get((contender.name, measure), length + 1):
+            return True
+        if measure == DECODE and contender.package != REFERENCE:
+            return False  # reads the prompt in pieces, and stops by itself
+        shorter, seconds = self.known.get((contender.name, PREFILL if measure == DECODE else measure), (length, 0.0))
+        seconds *= length / shorter
+        if seconds > self.settings.max_seconds:
+            took = "it took" if shorter == length else f"judged by {shorter} tokens it would take at least"
+            why = f"{took} {seconds:.0f} s, more than {self.settings.max_seconds:.0f} s (max_seconds)"
+            self.leave_out(contender, measure, length, why)
+            return True
+        return False
+
+    def leave_out(self, contender: Contender, measure: str, length: int, why: object) -> None:
+        self.left_out[contender.name, measure] = length
+        place = f"at position {length}" if measure == DECODE else f"at {length} tokens"
+        self.notices.append(f"{contender.name}, {measure}, is not measured further {place} and beyond: {why}.")
+
+    def measure_memory(self, max_memory: int | None) -> dict[Key, dict[str, Any]]:
+        peaks = {}
+        for measure, length in self.places:
+            for contender in self.contenders:
+                if not self.step("memory of", contender, measure, length):
+                    continue
+                answer = probe(self.settings, contender.name, measure, length, max_memory)
+                if "error" in answer:
+                    self.leave_out(contender, measure, length, answer["error"])
+                else:
+                    if measure != DECODE:
+                        self.known[contender.name, measure] = length, answer["seconds"]
+                    peaks[contender.name, measure, length] = answer
+        return peaks
+
+    def warm_up(self, measure: str, length: int) -> None:
+        for contender in self.contenders:
+            if not self.is_out(contender, measure, length):
+                try:
+                    _warm_up(self.subjects[contender.name], self.settings, measure, length)
+                except FloatingPointError as error:
+                    self.leave_out(contender, measure, length, error)
+
+    def rounds(self, places: Sequence[tuple[str, int]], call: Callable[[Key], float]) -> dict[Key, list[float]]:
+        """Seconds of `call` at every place, round by round, each round with every contender, in turning order."""
+        seconds: dict[Key, list[float]] = {}
+        for number in range(self.settings.repeats):
+            gc.collect()
+            turn = number % len(self.contenders)
+            for contender in self.contenders[turn:] + self.contenders[:turn]:
+                for measure, length in places:
+                    if not self.step(f"round {number + 1}:", contender, measure, length):
+                        continue
+                    key = contender.name, measure, length
+                    try:
+                        taken = call(key)
+                    except FloatingPointError as error:
+                        self.leave_out(contender, measure, length, error)
+                        continue
+                    seconds.setdefault(key, []).append(taken)
+                    if measure != DECODE:
+                        self.known[contender.name, measure] = length, min(seconds[key])
+        return seconds
+
+    def time_calls(self) -> dict[Key, list[float]]:
+        """Seconds of every round of training and prefill."""
+        seconds: dict[Key, list[float]] = {}
+        for length in self.settings.lengths:
+            ids = make_ids(self.settings, length)
+            places = [place for place in self.places if place[1] == length and place[0] != DECODE]
+            for measure, _ in places:
+                self.warm_up(measure, length)
+
+            def call(key: Key, ids: Tensor = ids) -> float:
+                return _time_call(self.subjects[key[0]], key[1], ids)
+
+            seconds |= self.rounds(places, call)
+        return seconds
+
+    def time_decoding(self) -> dict[Key, list[float]]:
+        """Seconds of every round of decoding, all positions in the same rounds."""
+        settings = self.settings
+        places = [place for place in self.places if place[0] == DECODE]
+        standing: dict[Key, tuple[Tensor, Any]] = {}
+        for measure, position in places:
+            for contender in self.contenders:
+                subject = self.subjects[contender.name]
+                if not self.step("on the way:", contender, measure, position):
+                    continue
+                try:
+                    at = reach(subject, make_ids(settings, position), settings.max_seconds)
+                    standing[contender.name, measure, position] = decode(subject, *at, tokens=2)
+                except TimeoutError as error:
+                    self.leave_out(contender, measure, position, error)
+
+        def call(key: Key) -> float:
+            start = time.perf_counter()
+            standing[key] = decode(self.subjects[key[0]], *standing[key], tokens=settings.decode_tokens)
+            seconds = time.perf_counter() - start
+            _check_finite(standing[key][0])
+            return seconds
+
+        return self.rounds(places, call)
+
+
+def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure everything that `settings` asks for and return the report, a dict that is ready for JSON.
+
+    progress(done, total, what) is called before every step of work, and once at the end.
+    """
+    run = _Run(settings, progress)
+    machine = machine_info(settings.threads)
+    run.notices += busy_notices(machine)
+    free = available_memory()
+    max_memory = None if free is None else int(MEMORY_SHARE * free)
+    if settings.max_memory is not None:
+        max_memory = int(settings.max_memory * 2**30)
+    _quiet_transformers()
+
+    # Memory comes first, so that a length that does not fit ends a child process and not this one.
+    peaks = run.measure_memory(max_memory) if settings.memory else {}
+    previous_threads = torch.get_num_threads()
+    torch.set_num_threads(settings.threads)
+    try:
+        run.subjects |= {contender.name: contender.build(settings) for contender in run.contenders}
+        seconds = run.time_calls() | run.time_decoding()
+    finally:
+        torch.set_num_threads(previous_threads)
+    if progress is not None:
+        progress(run.total, run.total, "done")
+
+    results = []
+    for key, times in seconds.items():
+        name, measure, length = key
+        tokens = settings.batch * (settings.decode_tokens if measure == DECODE else length)
+        peak = peaks.get(key, {})
+        results.append(
+            {
+                "contender": name,
+                "measure": measure,
+                "length": length,
+                **timing(times, tokens),
+                "peak_growth_bytes": peak.get("bytes"),
+                "peak_method": peak.get("method"),
+            }
+        )
+    results.sort(key=lambda r: (MEASURES.index(r["measure"]), r["length"], list(CONTENDERS).index(r["contender"])))
+    rules = {contender.name: contender.rule(settings) for contender in run.contenders}
+    return {
+        "benchmark": "model",
+        "schema": SCHEMA,
+        "machine": machine,
+        "versions": {
+            "titan-memory": titans.__version__,
+            "transformers": importlib.metadata.version("transformers"),
+            REFERENCE: reference_version(),
+        },
+        "settings": dataclasses.asdict(settings),
+        "target_parameters": target_parameters(settings),
+        "max_memory_bytes": max_memory,
+        "contenders": [
+            {
+                "name": c.name,
+                "package": c.package,
+                "what": c.what,
+                "rule": rules[c.name],
+                "tokens_per_step": c.tokens_per_step,
+                "notes": list(c.notes),
+                "parameters": run.subjects[c.name].parameters,
+                "layers": run.subjects[c.name].layers,
+            }
+            for c in run.contenders
+        ],
+        "results": results,
+        "ratios": _ratios(results, rules),
+        "crossings": find_crossings(results),
+        "decoding": _decoding(results),
+        "left_out": [
+            {"contender": name, "measure": measure, "from_length": length}
+            for (name, measure), length in run.left_out.items()
+        ],
+        "notices": run.notices,
+    }
+
+
+def _ratios(results: list[dict[str, Any]], rules: dict[str, str | None]) -> list[dict[str, Any]]:
+    """Our models against Llama and against titans-pytorch where both ran; above 1, ours is better."""
+    found = {(r["contender"], r["measure"], r["length"]): r for r in results}
+    ratios = []
+    for (name, measure, length), ours in found.items():
+        for other in (BASELINE, REFERENCE_MAC):
+            theirs = found.get((other, measure, length))
+            if name not in OURS or theirs is None:
+                continue
+            mine, its = ours["peak_growth_bytes"], theirs["peak_growth_bytes"]
+            ratios.append(
+                {
+                    "contender": name,
+                    "against": other,
+                    "measure": measure,
+                    "length": length,
+                    "speed": theirs["best_seconds"] / ours["best_seconds"],
+                    "memory": its / mine if mine and its is not None else None,
+                    "rule": rules[name],
+                    "against_rule": rules[other],
+                }
+            )
+    return ratios
+
+
+def find_crossings(results: list[dict[str, Any]], against: str = BASELINE) -> list[dict[str, Any]]:
+    """Per model of ours, the length from which on it trains faster than `against`, among the lengths that both ran.
+
+    "length" lies between the last length where it was slower and the first from which on it was faster, on a straight
+    line between the two in logarithms; None when it was slower at the longest, or never (then it equals the shortest).
+    """
+    speeds: dict[str, dict[int, float]] = {}
+    for r in results:
+        if r["measure"] == TRAIN:
+            speeds.setdefault(r["contender"], {})[r["length"]] = r["tokens_per_second"]
+    crossings = []
+    for name in OURS:
+        lengths = sorted(set(speeds.get(name, {})) & set(speeds.get(against, {})))
+        if not lengths:
+            continue
+        gain = {n: math.log(speeds[name][n] / speeds[against][n]) for n in lengths}
+        length: float | None = float(lengths[0])
+        text = f"at every length measured, from {lengths[0]:,} tokens on"
+        if gain[lengths[-1]] <= 0:
+            length, text = None, f"not up to {lengths[-1]:,} tokens, the longest that both ran"
+        else:
+            for low, high in pairwise(lengths):
+                if gain[low] <= 0 < gain[high]:
+                    share = gain[low] / (gain[low] - gain[high])
+                    length = low * (high / low) ** share
+                    text = f"from about {length:,.0f} tokens on (between {low:,} and {high:,})"
+        crossings.append({"contender": name, "against": against, "length": length, "text": text})
+    return crossings
+
+
+def _decoding(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Per contender, speed and memory of decoding at each position over those at its first."""
+    rows = []
+    for name in dict.fromkeys(r["contender"] for r in results):
+        runs = [r for r in results if r["contender"] == name and r["measure"] == DECODE]
+        for run in runs[1:]:
+            first, now = runs[0]["peak_growth_bytes"], run["peak_growth_bytes"]
+            rows.append(
+                {
+                    "contender": name,
+                    "from_position": runs[0]["length"],
+                    "to_position": run["length"],
+                    "speed_kept": run["tokens_per_second"] / runs[0]["tokens_per_second"],
+                    "memory_grown": now / first if first and now is not None else None,
+                }
+            )
+    return rows
+
+
+def _title(report: dict[str, Any]) -> str:
+    settings = report["settings"]
+    return (
+        f"Models: dim {settings['dim']}, {settings['layers']} layers, about {report['target_parameters'] / 1e6:.2f}M "
+        f"parameters, memory {settings['memory_mode']} of depth {settings['memory_depth']}, "
+        f"window {settings['window']}, segment {settings['segment']}, batch {settings['batch']} "
+        f"({machine_text(report['machine'])})"
+    )
+
+
+_HEADINGS = {
+    TRAIN: "Training: forward and backward of the next-token loss",
+    PREFILL: "Prefill: a prompt read into a cache",
+    DECODE: "Decoding after so many tokens",
+}
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """Print the models, their speeds and memory, and where the curves cross, in tables 80 columns wide."""
+    ratios = {(r["contender"], r["against"], r["measure"], r["length"]): r["speed"] for r in report["ratios"]}
+    kept = {(r["contender"], r["to_position"]): r["speed_kept"] for r in report["decoding"]}
+    console.print(_title(report), style="bold", highlight=False)
+    rows = [
+        [c["name"], f"{c['parameters']:,}", str(c["layers"]), str(c["tokens_per_step"] or "")]
+        for c in report["contenders"]
+    ]
+    print_table(console, "Models", ("contender", "parameters", "layers", "tokens a step"), rows)
+    rules: dict[str, list[str]] = {}
+    for contender in report["contenders"]:
+        console.print(f"{contender['name']}: {contender['what']}.", highlight=False)
+        if contender["rule"]:
+            rules.setdefault(contender["rule"], []).append(contender["name"])
+    for rule, names in rules.items():
+        console.print(f"Update rule of {', '.join(names)}: {rule}.", highlight=False)
+    console.print()
+
+    for measure in MEASURES:
+        rows = []
+        for r in report["results"]:
+            if r["measure"] != measure:
+                continue
+            name, length = r["contender"], r["length"]
+            speed = r["tokens_per_second"]
+            row = [name, str(length), f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"]
+            if measure == DECODE:
+                tokens = report["settings"]["decode_tokens"]
+                row += [seconds_text(r["best_seconds"] / tokens), times_text(kept.get((name, length)))]
+            else:
+                row.append(seconds_text(r["median_seconds"]))
+            row += [times_text(ratios.get((name, other, measure, length))) for other in (BASELINE, REFERENCE_MAC)]
+            rows.append([*row, mebibytes_text(r["peak_growth_bytes"])])
+        if rows:
+            middle = ("a token", "kept") if measure == DECODE else ("median",)
+            headings = ("contender", "tokens", "tokens/s", *middle, "/Llama", "/t-p", "MiB")
+            print_table(console, _HEADINGS[measure], headings, rows)
+    console.print(
+        "/Llama, /t-p: speed over transformer++ and over titans-pytorch-mac, whose rule takes one step per "
+        f"{REFERENCE_STEP} tokens where ours takes one a token.\n"
+        "tokens/s: of the best round; median: of all rounds. kept: speed over that at the first position.\n"
+        "MiB: peak growth of resident memory during the call; for decoding, with the cache and without the work of "
+        "reading the prompt.",
+        highlight=False,
+    )
+    for crossing in report["crossings"]:
+        console.print(
+            f"{crossing['contender']} trains faster than {crossing['against']} {crossing['text']}."
+            if crossing["length"] is not None
+            else f"{crossing['contender']} does not train faster than {crossing['against']}: {crossing['text']}.",
+            highlight=False,
+        )
+
+
+_COLOURS = {
+    "lmm": "#009E73",
+    "mac": "#0072B2",
+    "mag": "#D55E00",
+    "mal": "#CC79A7",
+    BASELINE: "#000000",
+    "mamba2": "#E69F00",
+    "gated-deltanet-hybrid": "#56B4E9",
+    REFERENCE_MAC: "#888888",
+}
+
+
+def write_plot(report: dict[str, Any], path: Path) -> None:
+    """Draw tokens per second against length into `path`, one panel a measure, one line a contender."""
+    measures = [m for m in MEASURES if any(r["measure"] == m for r in report["results"])] or list(MEASURES[:1])
+    figure, axes = speed_axes(len(measures), _title(report))
+    for axis, measure in zip(axes, measures, strict=True):
+        for contender in report["contenders"]:
+            name = contender["name"]
+            runs = [r for r in report["results"] if r["contender"] == name and r["measure"] == measure]
+            axis.plot(
+                [r["length"] for r in runs],
+                [r["tokens_per_second"] for r in runs],
+                marker="o" if name in OURS else "s",
+                linestyle="-" if name in OURS else "--",
+                color=_COLOURS[name],
+                label=name,
+            )
+        label = "tokens before" if measure == DECODE else "tokens in the sequence"
+        ticks = report["settings"]["decode_positions" if measure == DECODE else "lengths"]
+        finish_speed_axis(axis, _HEADINGS[measure].split(":")[0], label, ticks)
+    save_speed_figure(figure, axes, path)

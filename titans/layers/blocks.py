@@ -1,0 +1,412 @@
+"""The paper's four architectures as residual blocks: memory alone, as context, as a gate, as a layer.
+
+Every block is called as ``x, state = block(x, state, mask)`` with x (batch, time, dim), the state of the call before
+(None: the sequence starts), and mask (batch, time) bool, False for padding, which stands after a row's tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState
+from titans.layers.memory import NeuralMemory
+from titans.ops.state import MemoryState
+
+EPS = 1e-6
+FFNS = ("swiglu", "plain")
+GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sigmoid": lambda y, m: y * torch.sigmoid(m),
+    "silu": lambda y, m: y * F.silu(m),
+    "multiply": lambda y, m: y * m,
+    "sum": lambda y, m: y + m,
+}
+
+
+@dataclass(frozen=True)
+class BlockState:
+    """Where a block stands in each sequence of a batch.
+
+    Attributes:
+        memory: the memory's state.
+        attention: the window, or the open segment.
+        start: MAC: the memory's weights at the start of the open segment, which it is read with.
+        conv: MAC: the last inputs of the convolution over the stream that only reads.
+    """
+
+    memory: MemoryState | None = None
+    attention: WindowState | SegmentState | None = None
+    start: tuple[Tensor, ...] = ()
+    conv: Tensor | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences the state holds."""
+        part = self.memory or self.attention
+        assert part is not None
+        return part.batch_size
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> BlockState:
+        """A state with ``function`` applied to every tensor."""
+        return BlockState(
+            None if self.memory is None else self.memory.map(function),
+            None if self.attention is None else self.attention.map(function),
+            tuple(function(w) for w in self.start),
+            None if self.conv is None else function(self.conv),
+        )
+
+    def detach(self) -> BlockState:
+        """The same values, cut off from the graph: where truncated backpropagation through time ends."""
+        return self.map(Tensor.detach)
+
+    def reorder(self, indices: Tensor) -> BlockState:
+        """Picks sequences by index, with repetition: what beam search needs."""
+        return self.map(lambda x: x.index_select(0, indices.to(x.device)))
+
+
+class SwiGLU(nn.Module):
+    """The gated feed-forward layer: `down(silu(gate(x)) * up(x))`."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(dim, hidden, bias=False)
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class FeedForward(nn.Module):
+    """The plain feed-forward layer: `down(gelu(up(x)))`."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, hidden, bias=False)
+        self.down = nn.Linear(hidden, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Gate(nn.Module):
+    """y ⊗ m: both normalised with learnable weights, then combined (section 4.2 of the paper).
+
+    The norm of y has a shift that starts at 1: a product with y alone, whose signs change from token to token, would
+    let little through of what the memory says until y has learned to stand still.
+    """
+
+    def __init__(self, dim: int, kind: str) -> None:
+        super().__init__()
+        if kind not in GATES:
+            raise ValueError(f"gate is {kind!r}; expected one of {', '.join(GATES)}")
+        self.kind = kind
+        self.y_norm = nn.RMSNorm(dim, eps=EPS)
+        self.shift = nn.Parameter(torch.empty(dim))
+        self.m_norm = nn.RMSNorm(dim, eps=1e-2)  # what an empty memory says is close to zero, and stays there
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """The shift; the norms have their own."""
+        nn.init.ones_(self.shift)
+
+    def forward(self, y: Tensor, m: Tensor) -> Tensor:
+        return GATES[self.kind](self.y_norm(y) + self.shift, self.m_norm(m))
+
+
+class Block(nn.Module):
+    """What the blocks share: ready-made parts, persistent tokens, and the feed-forward layer.
+
+    Args:
+        dim: width of the stream; the parts must have the same.
+        memory: the neural memory; None: a block without it.
+        attention: the attention; None: a block without it.
+        persistent: learnable tokens before every sequence (Eq. 19).
+        gate: how attention and memory are combined, one of ``GATES``.
+        ffn: ``"swiglu"`` or ``"plain"``.
+        ffn_multiplier: hidden width of the feed-forward layer, as a multiple of ``dim``.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        memory: NeuralMemory | None,
+        attention: WindowAttention | SegmentAttention | None,
+        *,
+        persistent: int = 0,
+        gate: str | None = None,
+        ffn: str = "swiglu",
+        ffn_multiplier: float = 2.0,
+    ) -> None:
+        super().__init__()
+        if memory is None and attention is None:
+            raise ValueError("the block has neither memory nor attention; expected at least one of them")
+        for name, part in (("memory", memory), ("attention", attention)):
+            if part is not None and part.dim != dim:
+                raise ValueError(f"{name}.dim is {part.dim}, the block's dim is {dim}: they must be equal")
+        if persistent < 0:
+            raise ValueError(f"persistent is {persistent}; expected a number of tokens, or 0 for none")
+        if ffn not in FFNS:
+            raise ValueError(f"ffn is {ffn!r}; expected one of {', '.join(FFNS)}")
+        hidden = round(ffn_multiplier * dim)
+        if hidden < 1:
+            raise ValueError(f"ffn_multiplier x dim must be at least 1, got {ffn_multiplier} x {dim}")
+        self.memory_norm = None if memory is None else nn.RMSNorm(dim, eps=EPS)
+        self.memory = memory
+        self.attention_norm = None if attention is None else nn.RMSNorm(dim, eps=EPS)
+        self.attention = attention
+        self.persistent = nn.Parameter(torch.empty(persistent, dim)) if persistent else None
+        both = memory is not None and attention is not None
+        self.gate = Gate(dim, gate) if both and gate is not None else None
+        self.ffn_norm = nn.RMSNorm(dim, eps=EPS)
+        self.ffn = SwiGLU(dim, hidden) if ffn == "swiglu" else FeedForward(dim, hidden)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Of the block's own: its parts have theirs."""
+        if self.persistent is not None:
+            nn.init.normal_(self.persistent, std=0.02)
+
+    def _prefix(self, norm: nn.RMSNorm | None) -> Tensor | None:
+        """The persistent tokens as a part sees them, (tokens, dim)."""
+        return None if self.persistent is None or norm is None else norm(self.persistent)
+
+    def _remember(
+        self, x: Tensor, prefix: Tensor | None, state: MemoryState | None, mask: Tensor | None
+    ) -> tuple[Tensor, MemoryState]:
+        """The memory over [persistent | x] (Eq. 26, 29): the persistent tokens come once, when a sequence starts."""
+        assert self.memory is not None
+        if state is not None or prefix is None:
+            y, state = self.memory(x, state, mask)
+            return y, state
+        count = len(prefix)
+        x = torch.cat([prefix.to(x.dtype).expand(len(x), -1, -1), x], dim=1)
+        y, state = self.memory(x, None, None if mask is None else F.pad(mask, (count, 0), value=True))
+        return y[:, count:], state
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class LMMBlock(Block):
+    """The memory as a sequence layer of its own.
+
+        x = x + memory([persistent | norm(x)])
+        x = x + ffn(norm(x))
+
+    The memory comes ready made, so that the block takes any of its rules, depths and gates.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        memory: NeuralMemory,
+        ffn_multiplier: float = 2.0,
+        *,
+        persistent: int = 0,
+        ffn: str = "swiglu",
+    ) -> None:
+        super().__init__(dim, memory, None, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
+
+    def forward(
+        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, BlockState]:
+        """The stream and the state after it; see the module's first lines."""
+        state = state or BlockState()
+        assert self.memory_norm is not None
+        y, memory = self._remember(self.memory_norm(x), self._prefix(self.memory_norm), state.memory, mask)
+        return self._feed_forward(x + y), BlockState(memory)
+
+
+class MACBlock(Block):
+    """Memory as a context (Eq. 21 to 25, Algorithm 3), segment by segment.
+
+        h = M*(norm(x))                                  M* is the memory at the segment's start
+        y = x + attention([persistent | h | norm(x)])    token i sees h_j and x_j for j <= i
+        M_t <- norm(y_t)                                 the attention's output is written
+        x = y + y ⊗ M_t(norm(y))                         token t reads after its own write, not the segment's
+        x = x + ffn(norm(x))
+
+    Without memory: attention inside segments. Without attention: the LMM block.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        memory: NeuralMemory | None,
+        attention: SegmentAttention | None,
+        *,
+        persistent: int = 0,
+        gate: str = "sigmoid",
+        ffn: str = "swiglu",
+        ffn_multiplier: float = 2.0,
+    ) -> None:
+        persistent = persistent if attention is not None else 0
+        super().__init__(
+            dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier
+        )
+
+    def forward(
+        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, BlockState]:
+        """The stream and the state after it; see the module's first lines."""
+        if self.attention is None:
+            assert self.memory_norm is not None
+            y, memory = self._remember(self.memory_norm(x), None, state.memory if state else None, mask)
+            return self._feed_forward(x + y), BlockState(memory)
+
+        assert isinstance(self.attention, SegmentAttention)
+        state = state or self._start(len(x))
+        assert isinstance(state.attention, SegmentState)
+        used = state.attention.length.tolist()
+        if mask is None and len(set(used)) <= 1:  # all sequences stand at the same place
+            pieces = []
+            for start, stop in _cuts(used[0] if used else 0, x.shape[1], self.attention.segment_size):
+                y, state = self._segment(x[:, start:stop], state, None)
+                pieces.append(y)
+            return self._feed_forward(torch.cat(pieces, dim=1) if pieces else x), state
+
+        # each row has its own cuts: pieces are gathered, their dead ends pointing at one more token
+        time = x.shape[1]
+        counts = [time] * len(x) if mask is None else mask.sum(1).tolist()
+        cuts = [list(_cuts(*row, self.attention.segment_size)) for row in zip(used, counts, strict=True)]
+        padded = out = F.pad(x, (0, 0, 0, 1))
+        for number in range(max(map(len, cuts), default=0)):
+            piece = [row[number] if number < len(row) else (time, time) for row in cuts]
+            first, last = torch.tensor(piece, device=x.device).unsqueeze(-1).unbind(1)
+            index = first + torch.arange(int((last - first).max()), device=x.device)
+            live = index < last
+            index = torch.where(live, index, time).unsqueeze(-1).expand(-1, -1, x.shape[2])
+            y, state = self._segment(padded.gather(1, index), state, live)
+            out = out.scatter(1, index, y)
+        return self._feed_forward(out[:, :time]), state
+
+    def _start(self, batch_size: int) -> BlockState:
+        assert isinstance(self.attention, SegmentAttention)
+        attention = self.attention.init_state(batch_size, history=self.memory is not None)
+        if self.memory is None:
+            return BlockState(None, attention)
+        memory = self.memory.init_state(batch_size)
+        return BlockState(memory, attention, tuple(w.clone() for w in memory.weights))
+
+    def _segment(self, x: Tensor, state: BlockState, mask: Tensor | None) -> tuple[Tensor, BlockState]:
+        """Tokens that lie inside one segment of each row."""
+        assert isinstance(self.attention, SegmentAttention) and self.attention_norm is not None
+        normed = self.attention_norm(x)
+        h = conv = None
+        if self.memory is not None:
+            h, conv = self.memory.read_stream(normed, state.start, state.conv, mask)  # Eq. 21
+        prefix = self._prefix(self.attention_norm)
+        y, attention = self.attention(normed, h, state.attention, prefix, mask)  # Eq. 22, 23
+        x = x + y
+        memory, start = state.memory, state.start
+        if self.memory is not None:
+            assert self.gate is not None and self.memory_norm is not None
+            m, memory = self.memory(self.memory_norm(x), memory, mask)  # Eq. 24
+            x = x + self.gate(x, m)  # Eq. 25
+        ended = attention.length == self.attention.segment_size
+        if bool(ended.any()):
+            attention = attention.reset(ended)
+            if memory is not None:
+                rows = ended.view(-1, 1, 1, 1)
+                weights = zip(memory.weights, start, strict=True)
+                start = memory.weights if bool(ended.all()) else tuple(torch.where(rows, w, s) for w, s in weights)
+        return x, BlockState(memory, attention, start, conv)
+
+
+class MAGBlock(Block):
+    """Memory as a gate (Eq. 26 to 28): a sliding window and the memory side by side.
+
+        y = attention([persistent | norm(x)])            in a window; every token sees the persistent ones
+        m = memory([persistent | norm(x)])
+        x = x + y ⊗ m
+        x = x + ffn(norm(x))
+
+    Without either: x = x + the other.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        memory: NeuralMemory | None,
+        attention: WindowAttention | None,
+        *,
+        persistent: int = 0,
+        gate: str = "sigmoid",
+        ffn: str = "swiglu",
+        ffn_multiplier: float = 2.0,
+    ) -> None:
+        super().__init__(
+            dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier
+        )
+        if memory is not None and attention is not None:
+            self.memory_norm = None  # both see the same
+
+    def forward(
+        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, BlockState]:
+        """The stream and the state after it; see the module's first lines."""
+        state = state or BlockState()
+        norm = self.attention_norm if self.attention_norm is not None else self.memory_norm
+        assert norm is not None
+        normed, prefix = norm(x), self._prefix(norm)
+        parts = []
+        if self.attention is not None:
+            y, attention = self.attention(normed, state.attention, prefix, mask)  # Eq. 27
+            parts, state = [y], replace(state, attention=attention)
+        if self.memory is not None:
+            m, memory = self._remember(normed, prefix, state.memory, mask)
+            parts, state = [*parts, m], replace(state, memory=memory)
+        return self._feed_forward(x + (parts[0] if self.gate is None else self.gate(*parts))), state  # Eq. 28
+
+
+class MALBlock(Block):
+    """Memory as a layer (Eq. 29 to 31): first the memory, then a sliding window over what it says.
+
+        x = x + memory([persistent | norm(x)])
+        x = x + attention([persistent | norm(x)])
+        x = x + ffn(norm(x))
+
+    Without either: only the other's line.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        memory: NeuralMemory | None,
+        attention: WindowAttention | None,
+        *,
+        persistent: int = 0,
+        ffn: str = "swiglu",
+        ffn_multiplier: float = 2.0,
+    ) -> None:
+        super().__init__(dim, memory, attention, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
+
+    def forward(
+        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+    ) -> tuple[Tensor, BlockState]:
+        """The stream and the state after it; see the module's first lines."""
+        state = state or BlockState()
+        if self.memory_norm is not None:
+            m, memory = self._remember(self.memory_norm(x), self._prefix(self.memory_norm), state.memory, mask)
+            x, state = x + m, replace(state, memory=memory)  # Eq. 30
+        if self.attention is not None and self.attention_norm is not None:
+            prefix = self._prefix(self.attention_norm)
+            y, attention = self.attention(self.attention_norm(x), state.attention, prefix, mask)  # Eq. 31
+            x, state = x + y, replace(state, attention=attention)
+        return self._feed_forward(x), state
+
+
+def _cuts(used: int, time: int, size: int) -> Iterator[tuple[int, int]]:
+    """Cuts ``time`` tokens, which come after ``used`` of an open segment, at the ends of segments of ``size``."""
+    start = 0
+    while start < time:
+        stop = min(time, start + size - used)
+        yield start, stop
+        start, used = stop, 0

@@ -1,0 +1,49 @@
+"""Hugging Face models: the four Titans variants, the presets, and the baselines they are compared with."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titans.models.baselines import NAMES, SIZES, build, config_for, count_parameters, state_bytes
+    from titans.models.cache import TitansCache
+    from titans.models.configuration import TitansConfig
+    from titans.models.modeling import TitansForCausalLM, TitansModel, TitansPreTrainedModel
+    from titans.models.presets import PRESETS
+
+_HOME = {
+    "NAMES": "baselines",
+    "SIZES": "baselines",
+    "build": "baselines",
+    "config_for": "baselines",
+    "count_parameters": "baselines",
+    "state_bytes": "baselines",
+    "TitansCache": "cache",
+    "TitansConfig": "configuration",
+    "TitansForCausalLM": "modeling",
+    "TitansModel": "modeling",
+    "TitansPreTrainedModel": "modeling",
+    "PRESETS": "presets",
+}
+__all__ = [
+    "NAMES",
+    "PRESETS",
+    "SIZES",
+    "TitansCache",
+    "TitansConfig",
+    "TitansForCausalLM",
+    "TitansModel",
+    "TitansPreTrainedModel",
+    "build",
+    "config_for",
+    "count_parameters",
+    "state_bytes",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a part when it is asked for: a config needs no model."""
+    if name in _HOME:
+        return getattr(import_module(f"titans.models.{_HOME[name]}"), name)
+    raise AttributeError(f"module 'titans.models' has no attribute {name!r}")

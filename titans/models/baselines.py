@@ -1,0 +1,182 @@
+"""Any of our models and of those they are compared with, at the same number of parameters: ``build(name, size)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    Mamba2Config,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3NextConfig,
+)
+
+from titans.models.configuration import VARIANTS, TitansConfig
+from titans.models.presets import PRESETS, preset_fields
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the models of one size have in common.
+
+    Attributes:
+        parameters: how many, embeddings included; the width of the feed-forward layers is chosen to come close.
+        hidden_size, num_attention_heads, memory_heads, vocab_size: as in :class:`titans.TitansConfig`.
+        segment_size, window_size, num_persistent_tokens: the same.
+        layers: of a model with memory and attention.
+        plain_layers: of a model with one of them.
+    """
+
+    parameters: int
+    hidden_size: int
+    num_attention_heads: int
+    memory_heads: int
+    layers: int
+    plain_layers: int
+    vocab_size: int = 32000
+    segment_size: int = 1024
+    window_size: int = 2048
+    num_persistent_tokens: int = 32
+
+
+SIZES = {
+    "1m": Size(1_000_000, 96, 4, 2, 5, 6, 512, 64, 128, 4),
+    "10m": Size(10_000_000, 256, 4, 4, 6, 8, 8192, 256, 512, 16),
+    "170m": Size(170_000_000, 768, 12, 6, 14, 18),
+    "340m": Size(340_000_000, 1024, 16, 8, 17, 22),
+    "400m": Size(400_000_000, 1024, 16, 8, 20, 26),
+    "760m": Size(760_000_000, 1536, 16, 12, 17, 22),
+}
+OTHERS = ("sliding-window", "transformer++", "mamba2", "gated-deltanet-hybrid")
+NAMES = (*VARIANTS, *PRESETS, *OTHERS)
+STEP = 8  # widths are multiples of this
+LONGEST = 1 << 20  # positions that the transformers baselines are told of
+
+
+def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
+    """The description of the model ``name`` (one of ``NAMES``) at ``size`` (one of ``SIZES``).
+
+    ``overrides`` are fields of its config; the width of the feed-forward layers then follows, unless it is among them.
+    """
+    if name not in NAMES:
+        raise ValueError(f"name is {name!r}; expected one of {', '.join(NAMES)}")
+    if size not in SIZES:
+        raise ValueError(f"size is {size!r}; expected one of {', '.join(SIZES)}")
+    own = SIZES[size]
+    common: dict[str, Any] = {
+        "vocab_size": own.vocab_size,
+        "hidden_size": own.hidden_size,
+        "num_hidden_layers": own.layers if name in ("mac", "mag", "mal") else own.plain_layers,
+        "tie_word_embeddings": True,
+    }
+    head_dim = own.hidden_size // own.num_attention_heads
+    if name == "mamba2":
+        return _mamba2(own, common, overrides)
+    if name == "transformer++":
+        common |= {"num_attention_heads": own.num_attention_heads, "max_position_embeddings": LONGEST}
+        make: Callable[..., PreTrainedConfig] = LlamaConfig
+    elif name == "gated-deltanet-hybrid":
+        common |= {
+            "num_attention_heads": own.num_attention_heads,
+            "num_key_value_heads": own.num_attention_heads,
+            "head_dim": head_dim,
+            "linear_num_key_heads": own.num_attention_heads,
+            "linear_num_value_heads": own.num_attention_heads,
+            "linear_key_head_dim": head_dim,
+            "linear_value_head_dim": head_dim,
+            "num_experts": 0,
+            "max_position_embeddings": LONGEST,
+        }
+        make = Qwen3NextConfig
+    else:
+        common |= {
+            name: getattr(own, name)
+            for name in ("num_attention_heads", "memory_heads", "segment_size", "window_size", "num_persistent_tokens")
+        }
+        if name in PRESETS:
+            common |= preset_fields(name, own.memory_heads)
+        elif name == "sliding-window":
+            common |= {"variant": "mag", "use_memory": False, "num_persistent_tokens": 0}
+        else:
+            common |= {"variant": name}
+        make = TitansConfig
+    common |= overrides
+    if "intermediate_size" in overrides:
+        return make(**common)
+    return make(**common | {"intermediate_size": _fit(make, common, "intermediate_size", own.parameters)})
+
+
+def build(name: str, size: str, **overrides: Any) -> PreTrainedModel:
+    """A new model: see :func:`config_for`."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config_for(name, size, **overrides))
+    return model
+
+
+def count_parameters(config: PreTrainedConfig) -> int:
+    """How many parameters the language model of a config has, tied ones counted once; nothing is allocated."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return sum(p.numel() for p in model.parameters())
+
+
+@torch.no_grad()
+def state_bytes(model: PreTrainedModel, length: int) -> int:
+    """What ``model`` keeps of one sequence of ``length`` tokens in order to go on.
+
+    The model reads two tokens and three; what grows between the two grows on up to the window or the segment, or
+    without end where there is none.
+    """
+    if length < 1:
+        raise ValueError(f"length is {length}; expected a number of tokens")
+    config = model.config
+    two, three = (_cache_bytes(model, count) for count in (2, 3))
+    slots = length
+    if isinstance(config, TitansConfig):
+        slots = min(length, config.segment_size if config.variant == "mac" else config.window_size - 1)
+    return two + (three - two) * (slots - 2)
+
+
+def _cache_bytes(model: PreTrainedModel, tokens: int) -> int:
+    was_training = model.training
+    output = model.eval()(torch.zeros(1, tokens, dtype=torch.int64, device=model.device), use_cache=True)
+    model.train(was_training)
+    cache = output.past_key_values if "past_key_values" in output else output.cache_params
+    tensors = {x.data_ptr(): x for x in _tensors([vars(layer) for layer in cache.layers])}
+    return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors.values())
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        value = [getattr(value, f.name) for f in fields(value)]
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def _fit(make: Callable[..., PreTrainedConfig], common: dict[str, Any], field: str, target: int) -> int:
+    """The multiple of ``STEP`` for a field, in which the number of parameters is linear, that comes next to target."""
+    low, high = (count_parameters(make(**common | {field: STEP * n})) for n in (1, 2))
+    return STEP * max(1, 1 + round((target - low) / (high - low)))
+
+
+def _mamba2(own: Size, common: dict[str, Any], overrides: dict[str, Any]) -> PreTrainedConfig:
+    """Mamba2 has no feed-forward layers: it takes as many layers as fit, and a state that makes up for the rest."""
+    head_dim = own.hidden_size // own.num_attention_heads
+    common |= {"head_dim": head_dim, "num_heads": 2 * own.num_attention_heads, "n_groups": 1, "initializer_range": 0.02}
+    common |= overrides
+    if "num_hidden_layers" not in overrides:
+        one, two = (count_parameters(Mamba2Config(**common | {"num_hidden_layers": n})) for n in (1, 2))
+        common["num_hidden_layers"] = max(1, 1 + round((own.parameters - one) / (two - one)))
+    if "state_size" not in overrides:
+        common["state_size"] = _fit(Mamba2Config, common, "state_size", own.parameters)
+    return Mamba2Config(**common)

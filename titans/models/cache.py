@@ -1,0 +1,248 @@
+"""``TitansCache``: the state of every layer of a model, which generation carries and a file can hold."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from titans.layers import BlockState, SegmentState, WindowState
+from titans.models.configuration import TitansConfig
+from titans.ops import MemoryState
+
+FORMAT = "titans.TitansCache"
+VERSION = "1"
+TYPES = {cls.__name__: cls for cls in (BlockState, MemoryState, WindowState, SegmentState)}
+
+
+class TitansCacheLayer(CacheLayerMixin):
+    """One layer's state, as generation expects it: an object that changes."""
+
+    is_compileable = False
+    supports_early_init = False
+
+    def __init__(self, state: BlockState | None = None) -> None:
+        super().__init__()
+        self.state = state
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Nothing: the first call makes the state."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """A state is replaced as a whole, see :meth:`TitansCache.replace`."""
+        raise NotImplementedError("a TitansCache is not updated with keys and values")
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """No mask covers the past."""
+        return query_length, 0
+
+    def get_seq_length(self) -> int:
+        """Tokens seen are counted by the cache, not by its layers."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """There is no longest sequence."""
+        return -1
+
+    def reset(self) -> None:
+        """Back to the start of a sequence."""
+        self.state = None
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.state = None if self.state is None else self.state.map(function)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Picks sequences by index: what beam search needs."""
+        self._map(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats every sequence."""
+        self._map(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Picks sequences by index."""
+        self.reorder_cache(indices)
+
+
+class TitansCache(Cache):
+    """What a Titans model knows of the sequences it has read: give it to the next call to go on.
+
+    A call changes the cache it is given, once it has succeeded; keep a ``copy.deepcopy`` to go back to.
+
+    Args:
+        config: of the model.
+    """
+
+    def __init__(self, config: TitansConfig) -> None:
+        super().__init__(layers=[TitansCacheLayer() for _ in range(config.num_hidden_layers)])
+        self.fingerprint: dict[str, Any] = config.fingerprint()
+        self.seen = 0
+
+    @property
+    def states(self) -> list[BlockState | None]:
+        """The state of each layer; None before the first token."""
+        return [layer.state for layer in self.layers]
+
+    def replace(self, states: Sequence[BlockState], tokens: int) -> None:
+        """Takes the states after a call of ``tokens`` tokens, padding counted."""
+        for layer, state in zip(self.layers, states, strict=True):
+            layer.state = state.map(_own)
+        self.seen += tokens
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """How many tokens the model was called with so far, padding counted."""
+        return self.seen
+
+    def reset(self) -> None:
+        """Back to the start of a sequence."""
+        super().reset()
+        self.seen = 0
+
+    def detach(self) -> TitansCache:
+        """Cuts the states off from the graph, in place: where truncated backpropagation through time ends."""
+        for layer in self.layers:
+            layer._map(Tensor.detach)
+        return self
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences the cache holds; -1 before the first token."""
+        state = self.layers[0].state if self.layers else None
+        return -1 if state is None else state.batch_size
+
+    @property
+    def nbytes(self) -> int:
+        """What the states weigh, shared tensors counted once."""
+        tensors = {x.data_ptr(): x for _, x in _tensors("", self.states)}
+        return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors.values())
+
+    def check(self, config: TitansConfig, batch_size: int) -> None:
+        """Raises a ``ValueError`` if the cache does not fit a model and a batch."""
+        mine, theirs = self.fingerprint, config.fingerprint()
+        different = [name for name in theirs if mine.get(name) != theirs[name]]
+        if different:
+            name = different[0]
+            raise ValueError(
+                f"the cache comes from a model with {name}={mine.get(name)!r}; this one has {name}={theirs[name]!r}"
+            )
+        if self.batch_size not in (-1, batch_size):
+            raise ValueError(
+                f"the cache holds {self.batch_size} sequences and the batch has {batch_size}; expected the same"
+            )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache as one safetensors file, under a temporary name first."""
+        from safetensors.torch import save_file
+
+        tensors = {name: x.detach().cpu().contiguous().clone() for name, x in _tensors("", self.states)}
+        metadata = {
+            "format": FORMAT,
+            "version": VERSION,
+            "config": json.dumps(self.fingerprint),
+            "seen": str(self.seen),
+            "types": json.dumps(dict(_types("", self.states))),
+            "digest": _digest(tensors),
+        }
+        target = Path(path)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        try:
+            save_file(tensors, temporary, metadata=metadata)
+            os.replace(temporary, target)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TitansCache:
+        """Reads a cache written by :meth:`save`; a ``ValueError`` says what is wrong with any other file."""
+        from safetensors import SafetensorError, safe_open
+
+        target = Path(path)
+        if not target.is_file():
+            raise FileNotFoundError(f"{target} does not exist; expected a file written by TitansCache.save")
+        try:
+            with safe_open(target, framework="pt", device=str(device)) as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{target} cannot be read as a cache: {error}") from error
+        if metadata.get("format") != FORMAT:
+            raise ValueError(f"{target} is not a cache of a Titans model (its format is {metadata.get('format')!r})")
+        if metadata.get("version") != VERSION:
+            raise ValueError(f"{target} has cache version {metadata.get('version')!r}; this release reads {VERSION!r}")
+        if metadata.get("digest") != _digest(tensors):
+            raise ValueError(f"{target} is damaged: its contents are not what was saved")
+        try:
+            types = json.loads(metadata["types"])
+            cache = cls.__new__(cls)
+            cache.fingerprint = json.loads(metadata["config"])
+            count = cache.fingerprint["num_hidden_layers"]
+            layers = [TitansCacheLayer(_build(str(i), types, tensors)) for i in range(count)]
+            Cache.__init__(cache, layers=layers)
+            cache.seen = int(metadata["seen"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{target} is damaged: {error!r}") from error
+        return cache
+
+
+def _own(x: Tensor) -> Tensor:
+    """x, or a copy of it where it is a view that would keep more alive."""
+    return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
+
+
+def _parts(value: Any) -> Iterator[tuple[str, Any]]:
+    if is_dataclass(value):
+        names = [f.name for f in fields(value)]
+        if isinstance(value, MemoryState) and value.anchor is value.weights:
+            names.remove("anchor")
+        yield from ((name, getattr(value, name)) for name in names)
+    elif isinstance(value, (list, tuple)):
+        yield from ((str(index), item) for index, item in enumerate(value))
+
+
+def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor of nested states, by its path."""
+    if isinstance(value, Tensor):
+        yield path, value
+    for name, part in _parts(value):
+        yield from _tensors(f"{path}.{name}" if path else name, part)
+
+
+def _types(path: str, value: Any) -> Iterator[tuple[str, str]]:
+    """What is not a tensor: the class of each state, the length of each tuple."""
+    if is_dataclass(value):
+        yield path, type(value).__name__
+    elif isinstance(value, tuple):
+        yield path, str(len(value))
+    for name, part in _parts(value):
+        yield from _types(f"{path}.{name}" if path else name, part)
+
+
+def _build(path: str, types: dict[str, str], tensors: dict[str, Tensor]) -> Any:
+    """The inverse of :func:`_tensors` and :func:`_types` together."""
+    kind = types.get(path)
+    if kind is None:
+        return tensors.get(path)
+    if kind not in TYPES:
+        return tuple(_build(f"{path}.{index}", types, tensors) for index in range(int(kind)))
+    parts = {f.name: _build(f"{path}.{f.name}", types, tensors) for f in fields(TYPES[kind])}
+    if kind == "MemoryState" and parts["anchor"] is None:
+        parts["anchor"] = parts["weights"]
+    return TYPES[kind](**parts)
+
+
+def _digest(tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for name in sorted(tensors):
+        x = tensors[name].cpu().contiguous()
+        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,158 @@
+"""``TitansConfig``: every number and switch of a Titans model, checked where it is made."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, ClassVar
+
+from transformers import AutoConfig, PreTrainedConfig
+
+VARIANTS = ("lmm", "mac", "mag", "mal")
+FFNS = ("swiglu", "plain")
+GATES = ("sigmoid", "silu", "multiply", "sum")
+
+
+class TitansConfig(PreTrainedConfig):
+    """The description of a Titans model.
+
+    Args:
+        variant: ``"lmm"``, memory alone; ``"mac"``, as a context; ``"mag"``, as a gate; ``"mal"``, as a layer.
+        vocab_size, hidden_size, num_hidden_layers, num_attention_heads: as usual.
+        intermediate_size: hidden width of the feed-forward layers; None: 8/3 hidden_size for SwiGLU, 4 for plain.
+        ffn: ``"swiglu"`` or ``"plain"``.
+        segment_size: MAC: tokens of a segment, C in the paper.
+        window_size: MAG, MAL: tokens that a token's attention sees, itself included.
+        num_persistent_tokens: learnable tokens of each block (Eq. 19); 0: none.
+        use_memory, use_attention: switch either off.
+        gate: MAC, MAG: how attention and memory are combined: ``"sigmoid"`` (norm(y) * sigmoid(norm(m))), ``"silu"``,
+            ``"multiply"`` or ``"sum"``.
+        qk_norm: RMSNorm on the attention's queries and keys.
+        preset: the name of the preset that the memory was set up by, see :mod:`titans.models.presets`; only a label.
+        memory_*: the arguments of :class:`titans.NeuralMemory` with the same names.
+        rms_norm_eps: of the last norm.
+        initializer_range: standard deviation of the embeddings at the start.
+    """
+
+    model_type: ClassVar[str] = "titans"
+    keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
+
+    variant: str = "mac"
+    vocab_size: int = 32000
+    hidden_size: int = 768
+    num_hidden_layers: int = 12
+    num_attention_heads: int = 12
+    intermediate_size: int | None = None
+    ffn: str = "swiglu"
+    segment_size: int = 1024
+    window_size: int = 2048
+    num_persistent_tokens: int = 32
+    use_memory: bool = True
+    use_attention: bool = True
+    gate: str = "sigmoid"
+    qk_norm: bool = True
+    preset: str | None = None
+
+    memory_heads: int = 4
+    memory_head_dim: int | None = None
+    memory_depth: int = 2
+    memory_expansion: float = 1.0
+    memory_mode: str = "exact"
+    memory_chunk_size: int | None = None
+    memory_sweeps: int | None = None
+    memory_activation: str = "silu"
+    memory_bias: bool = False
+    memory_residual: bool = False
+    memory_layer_norm: bool = False
+    memory_loss: str = "squared"
+    memory_decay_first: bool = False
+    memory_unit_keys: bool = True
+    memory_conv_kernel: int = 4
+    memory_momentum: bool = True
+    memory_forgetting: bool = True
+    memory_forget_to: str = "start"
+    memory_gates: str = "token"
+    memory_theta_max: float = 1.0
+    memory_fixed_theta: float | None = None
+    memory_fixed_alpha: list[float] | None = None
+    memory_bounded: bool = True
+    memory_max_norm: float = 10.0
+    memory_writes: bool = True
+    memory_first_order: bool = False
+    memory_checkpoint_every: int | None = None
+
+    rms_norm_eps: float = 1e-6
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    tie_word_embeddings: bool = True
+    pad_token_id: int | None = None
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Fills in what follows from the rest, and checks."""
+        if self.intermediate_size is None:
+            width = 8 * self.hidden_size / 3 if self.ffn == "swiglu" else 4 * self.hidden_size
+            self.intermediate_size = max(1, round(width / 8) * 8)
+        self._check()
+        super().__post_init__(**kwargs)
+        # whoever holds a config may ask the Auto classes for its model next
+        import titans.models.modeling  # noqa: F401
+
+    def _check(self) -> None:
+        for name, known in (("variant", VARIANTS), ("ffn", FFNS), ("gate", GATES)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
+        if self.preset is not None:
+            from titans.models.presets import check_preset
+
+            check_preset(self.preset)
+        least = {name: 1 for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+        least |= {"intermediate_size": 1, "segment_size": 1, "window_size": 1, "num_persistent_tokens": 0}
+        least |= {"memory_heads": 1, "memory_depth": 1}
+        for name, low in least.items():
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < low:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of at least {low}")
+        if self.variant != "lmm" and self.use_attention and self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"num_attention_heads is {self.num_attention_heads} and hidden_size is {self.hidden_size}; "
+                "expected heads that divide the width"
+            )
+        if self.use_memory and self.memory_head_dim is None and self.hidden_size % self.memory_heads:
+            raise ValueError(
+                f"memory_heads is {self.memory_heads} and hidden_size is {self.hidden_size}; "
+                "expected heads that divide the width, or memory_head_dim"
+            )
+        if not self.use_memory and (self.variant == "lmm" or not self.use_attention):
+            raise ValueError(
+                "use_memory is False and nothing else is left that looks back; "
+                "expected attention, or memory_writes=False for a memory that stays as it is"
+            )
+
+    @classmethod
+    def from_preset(cls, name: str, **fields: Any) -> TitansConfig:
+        """The description of a model that the memory contains as a special case; ``fields`` are as for the class."""
+        from titans.models.presets import preset_fields
+
+        return cls(**preset_fields(name, fields.get("memory_heads", cls.memory_heads)) | fields)
+
+    @property
+    def memory_options(self) -> dict[str, Any]:
+        """The memory_* fields, by the names that :class:`titans.NeuralMemory` knows them by."""
+        start = "memory_"
+        return {n.removeprefix(start): getattr(self, n) for n in self.__annotations__ if n.startswith(start)}
+
+    def fingerprint(self) -> dict[str, Any]:
+        """What a cache must agree in with the model that it is given to."""
+        names = [name for name in self.__annotations__ if name not in NOT_IN_CACHE]
+        return dict(json.loads(json.dumps({name: getattr(self, name) for name in names})))
+
+
+# fields that a state does not depend on
+NOT_IN_CACHE = (
+    "model_type", "keys_to_ignore_at_inference", "preset", "vocab_size", "initializer_range", "use_cache",
+    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "memory_first_order",
+    "memory_checkpoint_every",
+)  # fmt: skip
+
+AutoConfig.register("titans", TitansConfig, exist_ok=True)

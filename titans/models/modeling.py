@@ -1,0 +1,284 @@
+"""Titans as Hugging Face models: embedding, blocks, norm, head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils import logging
+
+from titans.layers import (
+    BlockState,
+    LMMBlock,
+    MACBlock,
+    MAGBlock,
+    MALBlock,
+    NeuralMemory,
+    SegmentAttention,
+    WindowAttention,
+)
+from titans.models.cache import TitansCache
+from titans.models.configuration import TitansConfig
+from titans.ops.frame import Frame, make_frame
+
+HUB_OPTIONS = ("cache_dir", "revision", "token", "subfolder", "local_files_only")
+logger = logging.get_logger(__name__)
+
+
+class LMMLayer(GradientCheckpointingLayer, LMMBlock):
+    """:class:`titans.layers.LMMBlock`, with gradient checkpointing."""
+
+
+class MACLayer(GradientCheckpointingLayer, MACBlock):
+    """:class:`titans.layers.MACBlock`, with gradient checkpointing."""
+
+
+class MAGLayer(GradientCheckpointingLayer, MAGBlock):
+    """:class:`titans.layers.MAGBlock`, with gradient checkpointing."""
+
+
+class MALLayer(GradientCheckpointingLayer, MALBlock):
+    """:class:`titans.layers.MALBlock`, with gradient checkpointing."""
+
+
+def make_layer(config: TitansConfig) -> nn.Module:
+    """One block of the model that ``config`` describes."""
+    dim = config.hidden_size
+    assert config.intermediate_size is not None
+    options: dict[str, Any] = {
+        "persistent": config.num_persistent_tokens,
+        "ffn": config.ffn,
+        "ffn_multiplier": config.intermediate_size / dim,
+    }
+    memory = NeuralMemory(dim, **config.memory_options, check_values=False) if config.use_memory else None
+    if config.variant == "lmm":
+        assert memory is not None
+        return LMMLayer(dim, memory, **options)
+    heads, window, qk_norm = config.num_attention_heads, config.window_size, config.qk_norm
+    if config.variant == "mac":
+        segment = SegmentAttention(dim, heads, config.segment_size, qk_norm=qk_norm) if config.use_attention else None
+        return MACLayer(dim, memory, segment, gate=config.gate, **options)
+    attention = WindowAttention(dim, heads, window, qk_norm=qk_norm) if config.use_attention else None
+    if config.variant == "mag":
+        return MAGLayer(dim, memory, attention, gate=config.gate, **options)
+    return MALLayer(dim, memory, attention, **options)
+
+
+class TitansPreTrainedModel(PreTrainedModel):
+    """Initialisation, loading, and what the library wants to know."""
+
+    config_class = TitansConfig
+    config: TitansConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LMMLayer", "MACLayer", "MAGLayer", "MALLayer"]
+    _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded."""
+        path = pretrained_model_name_or_path
+        given = kwargs.get("config")
+        if isinstance(given, TitansConfig):
+            hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            variant = TitansConfig.get_config_dict(path, **hub)[0].get("variant", given.variant)
+            if variant != given.variant:
+                raise ValueError(
+                    f"{path} holds a {variant} model; the config that was given is of a {given.variant} one"
+                )
+        want_info = kwargs.pop("output_loading_info", False)
+        problems = ["missing_keys", "unexpected_keys"]
+        if not kwargs.get("ignore_mismatched_sizes"):
+            problems.append("mismatched_keys")
+            kwargs["ignore_mismatched_sizes"] = True
+        try:
+            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"{path} has weights that cannot be read: {error}") from error
+        for problem in problems:
+            keys = sorted(key if isinstance(key, str) else key[0] for key in info[problem])
+            if keys:
+                kind = problem.removesuffix("_keys")
+                raise ValueError(
+                    f"{path} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
+                )
+        return (model, info) if want_info else model
+
+
+class TitansModel(TitansPreTrainedModel):
+    """Embedding, blocks and norm."""
+
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+
+    def __init__(self, config: TitansConfig) -> None:
+        super().__init__(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # what blocks add is not small
+        self.layers = nn.ModuleList(make_layer(config) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast | tuple[Any, ...]:
+        """Reads a stretch of a batch of sequences.
+
+        Args:
+            input_ids: (batch, time), or ``inputs_embeds`` (batch, time, hidden_size).
+            attention_mask: (batch, time), or longer, in which case its end counts; 0 for padding, which is skipped
+                wherever it stands.
+            past_key_values: what went before, changed by the call if ``use_cache``.
+            use_cache: whether to return a cache to go on from; default: as the config says, but not in training.
+
+        Returns:
+            the last hidden states (0 at padding), the cache, and the hidden states before and after every block.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("expected either input_ids or inputs_embeds, and not both")
+        if inputs_embeds is None:
+            assert input_ids is not None
+            self._check_ids(input_ids)
+            inputs_embeds = self.embed_tokens(input_ids)
+        x = self.embed_norm(inputs_embeds)
+        batch, time = x.shape[:2]
+        cache = past_key_values
+        if cache is not None:
+            if not isinstance(cache, TitansCache):
+                raise ValueError(f"past_key_values is a {type(cache).__name__}; expected a TitansCache")
+            cache.check(self.config, batch)
+        use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        if use_cache and self.gradient_checkpointing and self.training:
+            logger.warning_once("use_cache does not go with gradient checkpointing: no cache is returned")
+            use_cache = False
+
+        frame, mask = self._compact(x, attention_mask)
+        if frame is not None:
+            x = frame.put(x.unsqueeze(1)).squeeze(1)
+
+        def laid_out(x: Tensor) -> Tensor:
+            return x if frame is None else frame.take(x.unsqueeze(1)).squeeze(1)
+
+        hidden = [laid_out(x)] if output_hidden_states else []
+        states: list[BlockState] = []
+        before = cache.states if cache is not None else [None] * len(self.layers)
+        for layer, state in zip(self.layers, before, strict=True):
+            x, after = layer(x, state, mask)
+            if use_cache:
+                states.append(after)
+            if output_hidden_states:
+                hidden.append(laid_out(x))
+        x = laid_out(self.norm(x))
+
+        if use_cache:
+            cache = TitansCache(self.config) if cache is None else cache
+            cache.replace(states, time)
+        output = BaseModelOutputWithPast(
+            last_hidden_state=x,
+            past_key_values=cache if use_cache else None,
+            hidden_states=tuple(hidden) if output_hidden_states else None,
+        )
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return output if wants_dict else output.to_tuple()
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if ids.numel() and ids.device.type != "meta":
+            low, high = (int(bound) for bound in torch.aminmax(ids))
+            if low < 0 or high >= self.config.vocab_size:
+                raise ValueError(
+                    f"input_ids has the token {low if low < 0 else high}; "
+                    f"expected numbers from 0 to {self.config.vocab_size - 1}, vocab_size - 1"
+                )
+
+    @staticmethod
+    def _compact(x: Tensor, attention_mask: Tensor | None) -> tuple[Frame | None, Tensor | None]:
+        """Where each token goes when padding is dropped, and the mask of what is left; None: there is no padding."""
+        if attention_mask is None:
+            return None, None
+        batch, time = x.shape[:2]
+        if attention_mask.ndim != 2 or attention_mask.shape[0] != batch or attention_mask.shape[1] < time:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; expected (batch, time) = {(batch, time)}"
+            )
+        mask = attention_mask[:, attention_mask.shape[1] - time :].to(torch.bool)
+        if bool(mask.all()):
+            return None, None
+        frame = make_frame(time, mask, torch.zeros(batch, dtype=torch.int64, device=x.device), time, None)
+        live = frame.live
+        return frame, None if live is None or bool(live.all()) else live
+
+
+class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
+    """A Titans language model."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+
+    def __init__(self, config: TitansConfig) -> None:
+        super().__init__(config)
+        self.model = TitansModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: TitansCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool | None = None,
+        return_dict: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast | tuple[Any, ...]:
+        """As :meth:`TitansModel.forward`, and:
+
+        Args:
+            labels: (batch, time), the tokens themselves, shifted here; -100 where none is wanted.
+            logits_to_keep: how many logits to return, counted from the end, or which; 0: all of them.
+        """
+        output = self.model(
+            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states, return_dict=True
+        )
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.lm_head(output.last_hidden_state[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        result = CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=output.past_key_values,
+            hidden_states=output.hidden_states,
+        )
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        return result if wants_dict else result.to_tuple()
+
+
+AutoModel.register(TitansConfig, TitansModel, exist_ok=True)
+AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM, exist_ok=True)
