@@ -1,4 +1,4 @@
-"""What learns: recall for each of the memory's rules and for each of its parts left out, several seeds each.
+"""What learns: recall for each of the memory's rules, each of its parts left out, and each model, several seeds each.
 
     python benchmarks/learning.py --out runs/learning
     python benchmarks/learning.py --out runs/learning --rows exact-depth-1 memory-off --seeds 0 1 2 3 4
@@ -29,7 +29,7 @@ import torch
 from titans.evaluation.files import write_atomically
 from titans.evaluation.recall import RecallConfig, run_recall
 
-LENGTHS = (64, 1024)
+LENGTHS = (64, 512, 1024)
 CHUNK = 16
 
 ROWS: dict[str, dict[str, Any]] = {
@@ -43,6 +43,15 @@ ROWS: dict[str, dict[str, Any]] = {
     "no-forgetting": {"forgetting": False},
     "no-convolution": {"conv_kernel": 0},
     "memory-off": {"writes": False},
+    # the models, with attention that sees 16 tokens
+    "lmm": {"persistent": 4},
+    "mac": {"variant": "mac", "persistent": 4},
+    "mag": {"variant": "mag", "persistent": 4},
+    "mal": {"variant": "mal", "persistent": 4},
+    "lmm-off": {"persistent": 4, "writes": False},
+    "mac-off": {"variant": "mac", "persistent": 4, "writes": False},
+    "mag-off": {"variant": "mag", "persistent": 4, "writes": False},
+    "mal-off": {"variant": "mal", "persistent": 4, "writes": False},
 }
 
 

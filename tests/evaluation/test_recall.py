@@ -207,7 +207,7 @@ def test_training_stops_once_the_accuracy_stays_above_the_limit() -> None:
 
 def test_a_model_that_is_not_finite_scores_nan_and_its_report_none() -> None:
     model = RecallModel(SMALL)
-    torch.nn.init.constant_(model.head.weight, math.nan)
+    torch.nn.init.constant_(model.model.lm_head.weight, math.nan)
     assert math.isnan(evaluate_recall(model, [12], sequences=2)[12])
     result = run_recall(RecallConfig(**{**vars(SMALL), "learning_rate": 1e30}), 0, [12], sequences=2)
     assert result["diverged"]

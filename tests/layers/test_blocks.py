@@ -69,8 +69,8 @@ def test_mac_is_its_equations_token_by_token() -> None:
         y, _ = attention(tokens, said, None, made.attention_norm(made.persistent))  # Eq. 22, 23
         y = x[:, t : t + 1] + y[:, -1:]
         m, state = memory(made.memory_norm(y), state)  # Eq. 24
-        gate = torch.sigmoid(made.gate.m_norm(m))
-        outputs.append(feed_forward(made, y + (made.gate.y_norm(y) + made.gate.shift) * gate))  # Eq. 25
+        gate = torch.sigmoid(made.gate.y_norm(y) + made.gate.shift)
+        outputs.append(feed_forward(made, y + made.gate.m_norm(m) * gate))  # Eq. 25
     torch.testing.assert_close(made(x)[0], torch.cat(outputs, dim=1), rtol=0, atol=1e-10)
 
 

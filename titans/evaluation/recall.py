@@ -22,8 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans.layers.blocks import LMMBlock
-from titans.layers.memory import NeuralMemory
+from titans.models import TitansConfig, TitansForCausalLM
 
 IGNORE = -100  # the label of a position that is not a question; cross_entropy leaves it out
 SPLITS = ("train", "validation", "test")
@@ -43,9 +42,14 @@ class RecallConfig:
     num_values: int = _help(64, "size of the value vocabulary; guessing is right once in so many answers")
     num_fillers: int = _help(64, "size of the filler vocabulary")
 
-    layers: int = _help(2, "number of LMM blocks")
+    variant: str = _help("lmm", "lmm, mac, mag or mal")
+    layers: int = _help(2, "number of blocks")
     dim: int = _help(64, "width of the model")
     ffn_multiplier: float = _help(2.0, "hidden width of the feed-forward layers, as a multiple of dim")
+    attention_heads: int = _help(4, "attention heads of mac, mag and mal")
+    window: int = _help(16, "attention window of mag and mal; two layers of it must not reach from question to pair")
+    segment: int = _help(16, "segment of mac")
+    persistent: int = _help(0, "persistent tokens of each block")
     tied: bool = _help(False, "whether the output head shares its weight with the embedding")
     heads: int = _help(1, "memory heads")
     head_dim: int | None = _help(None, "width of a memory head; none: dim / heads")
@@ -99,21 +103,31 @@ class RecallConfig:
         """Accuracy of a guess among all values."""
         return 1 / self.num_values
 
-    def build_memory(self) -> NeuralMemory:
-        """One memory as described here; NaN passes through it, and is counted, rather than raising an error."""
-        return NeuralMemory(
-            self.dim,
-            heads=self.heads,
-            head_dim=self.head_dim,
-            depth=self.depth,
-            chunk_size=self.chunk_size,
-            mode=self.mode,
-            conv_kernel=self.conv_kernel,
-            momentum=self.momentum,
-            forgetting=self.forgetting,
-            bounded=self.bounded,
-            writes=self.writes,
-            check_values=False,
+    def build_model(self) -> TitansForCausalLM:
+        """The model as described here, new."""
+        return TitansForCausalLM(
+            TitansConfig(
+                variant=self.variant,
+                vocab_size=self.vocab_size,
+                hidden_size=self.dim,
+                num_hidden_layers=self.layers,
+                num_attention_heads=self.attention_heads,
+                intermediate_size=max(1, round(self.ffn_multiplier * self.dim)),
+                segment_size=self.segment,
+                window_size=self.window,
+                num_persistent_tokens=self.persistent,
+                tie_word_embeddings=self.tied,
+                memory_heads=self.heads,
+                memory_head_dim=self.head_dim,
+                memory_depth=self.depth,
+                memory_mode=self.mode,
+                memory_chunk_size=self.chunk_size,
+                memory_momentum=self.momentum,
+                memory_forgetting=self.forgetting,
+                memory_conv_kernel=self.conv_kernel,
+                memory_bounded=self.bounded,
+                memory_writes=self.writes,
+            )
         )
 
 
@@ -169,28 +183,19 @@ def recall_stream(
 
 
 class RecallModel(nn.Module):
-    """Embedding, LMM blocks, norm, head: a small language model with the memory as its only sequence layer."""
+    """A small Titans language model that knows which task it is for."""
 
     def __init__(self, config: RecallConfig) -> None:
         super().__init__()
         self.config = config
-        self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.blocks = nn.ModuleList(
-            LMMBlock(config.dim, config.build_memory(), config.ffn_multiplier) for _ in range(config.layers)
-        )
-        self.norm = nn.RMSNorm(config.dim)
-        self.head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        if config.tied:
-            nn.init.normal_(self.embedding.weight, std=config.dim**-0.5)
-            self.head.weight = self.embedding.weight
+        self.model = config.build_model()
 
     def forward(self, tokens: Tensor, where: Tensor | None = None) -> Tensor:
         """Logits for `tokens` (batch, time): (batch, time, vocabulary), or (n, vocabulary) at the n true positions
         of `where` (batch, time), which spares a long sequence the head's work and memory."""
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x, _ = block(x)
-        return self.head(self.norm(x if where is None else x[where]))
+        x = self.model.model(tokens, use_cache=False).last_hidden_state
+        logits: Tensor = self.model.lm_head(x if where is None else x[where])
+        return logits
 
 
 @dataclass(frozen=True)

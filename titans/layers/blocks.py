@@ -24,6 +24,7 @@ GATES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "silu": lambda y, m: y * F.silu(m),
     "multiply": lambda y, m: y * m,
     "sum": lambda y, m: y + m,
+    "memory": lambda y, m: m * torch.sigmoid(y),
 }
 
 
@@ -243,7 +244,7 @@ class MACBlock(Block):
         attention: SegmentAttention | None,
         *,
         persistent: int = 0,
-        gate: str = "sigmoid",
+        gate: str = "memory",
         ffn: str = "swiglu",
         ffn_multiplier: float = 2.0,
     ) -> None:

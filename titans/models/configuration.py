@@ -9,7 +9,8 @@ from transformers import AutoConfig, PreTrainedConfig
 
 VARIANTS = ("lmm", "mac", "mag", "mal")
 FFNS = ("swiglu", "plain")
-GATES = ("sigmoid", "silu", "multiply", "sum")
+GATES = ("sigmoid", "silu", "multiply", "sum", "memory")
+DEFAULT_GATES = {"mac": "memory"}  # the attention's output reaches the stream anyway
 
 
 class TitansConfig(PreTrainedConfig):
@@ -24,8 +25,8 @@ class TitansConfig(PreTrainedConfig):
         window_size: MAG, MAL: tokens that a token's attention sees, itself included.
         num_persistent_tokens: learnable tokens of each block (Eq. 19); 0: none.
         use_memory, use_attention: switch either off.
-        gate: MAC, MAG: how attention and memory are combined: ``"sigmoid"`` (norm(y) * sigmoid(norm(m))), ``"silu"``,
-            ``"multiply"`` or ``"sum"``.
+        gate: MAC, MAG: how attention y and memory m, both normalised, are combined: ``"sigmoid"``, y sigmoid(m), the
+            default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``.
         qk_norm: RMSNorm on the attention's queries and keys.
         preset: the name of the preset that the memory was set up by, see :mod:`titans.models.presets`; only a label.
         memory_*: the arguments of :class:`titans.NeuralMemory` with the same names.
@@ -48,7 +49,7 @@ class TitansConfig(PreTrainedConfig):
     num_persistent_tokens: int = 32
     use_memory: bool = True
     use_attention: bool = True
-    gate: str = "sigmoid"
+    gate: str | None = None
     qk_norm: bool = True
     preset: str | None = None
 
@@ -93,6 +94,8 @@ class TitansConfig(PreTrainedConfig):
         if self.intermediate_size is None:
             width = 8 * self.hidden_size / 3 if self.ffn == "swiglu" else 4 * self.hidden_size
             self.intermediate_size = max(1, round(width / 8) * 8)
+        if self.gate is None:
+            self.gate = DEFAULT_GATES.get(self.variant, "sigmoid")
         self._check()
         super().__post_init__(**kwargs)
         # whoever holds a config may ask the Auto classes for its model next

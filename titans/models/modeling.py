@@ -49,7 +49,7 @@ class MALLayer(GradientCheckpointingLayer, MALBlock):
 def make_layer(config: TitansConfig) -> nn.Module:
     """One block of the model that ``config`` describes."""
     dim = config.hidden_size
-    assert config.intermediate_size is not None
+    assert config.intermediate_size is not None and config.gate is not None
     options: dict[str, Any] = {
         "persistent": config.num_persistent_tokens,
         "ffn": config.ffn,
