@@ -165,6 +165,10 @@ class _Attention(nn.Module):
         k, v = (self._split(part) for part in self.to_kv(x).chunk(2, dim=-1))
         return k if self.k_norm is None else self.k_norm(k.to(self.k_norm.weight.dtype)).to(k.dtype), v
 
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v (batch, heads, time, head_dim) of x (batch, time, dim), before their positions."""
+        return self._queries(x), *self._keys_values(x)
+
     def _prefix(self, prefix: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         if prefix is None:
             return None, None
@@ -255,7 +259,7 @@ class WindowAttention(_Attention):
         if mask is not None:
             x = _hide(x, mask)
 
-        q, (k, v) = self._queries(x), self._keys_values(x)
+        q, k, v = self.project(x)
         turn = rotation(_positions(state.length, x.shape[1]), self.head_dim, q.dtype)
         q, k = rotate_by(q, *turn), rotate_by(k, *turn)
         slots = state.k.shape[2]
@@ -319,6 +323,7 @@ class SegmentAttention(_Attention):
         state: SegmentState | None = None,
         prefix: Tensor | None = None,
         mask: Tensor | None = None,
+        projected: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, SegmentState]:
         """Attends over tokens that lie in one segment; the caller cuts at its end and resets the rows that ended.
 
@@ -328,6 +333,7 @@ class SegmentAttention(_Attention):
             state: the open segment; None: a new one. It is not changed.
             prefix: (tokens, dim), seen by every token, at no position.
             mask: (batch, time) bool; False for padding, which must stand after a row's tokens.
+            projected: :meth:`project` of x, if the caller has it already; not with a mask.
 
         Returns:
             y (batch, time, dim), 0 at padding, and the new state.
@@ -353,7 +359,7 @@ class SegmentAttention(_Attention):
             x = _hide(x, mask)
             h = None if h is None else _hide(h, mask)
 
-        q, (k, v) = self._queries(x), self._keys_values(x)
+        q, k, v = self.project(x) if projected is None or mask is not None else projected
         turn = rotation(_positions(state.length, x.shape[1]), self.head_dim, q.dtype)
         q, k = rotate_by(q, *turn), rotate_by(k, *turn)
         slots = state.k.shape[2]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -225,6 +226,14 @@ class LMMBlock(Block):
         return self._feed_forward(x + y), BlockState(memory)
 
 
+class _Given(NamedTuple):
+    """What a segment of MAC needs of its tokens alone, so that it can be computed for all segments at once."""
+
+    normed: Tensor
+    asked: tuple[Tensor, ...]  # of the memory, empty without one
+    projected: tuple[Tensor, ...]  # q, k, v of the attention
+
+
 class MACBlock(Block):
     """Memory as a context (Eq. 21 to 25, Algorithm 3), segment by segment.
 
@@ -267,9 +276,17 @@ class MACBlock(Block):
         assert isinstance(state.attention, SegmentState)
         used = state.attention.length.tolist()
         if mask is None and len(set(used)) <= 1:  # all sequences stand at the same place
+            # what depends on the stream alone is computed for all segments at once
+            assert self.attention_norm is not None
+            normed = self.attention_norm(x)
+            asked = () if self.memory is None else self.memory.ask(normed)
+            segment = self.attention.segment_size
+            sizes = [stop - start for start, stop in _cuts(used[0] if used else 0, x.shape[1], segment)]
+            along_time = [t.split(sizes, dim=1) for t in (x, normed, *asked)]
+            along_heads = [t.split(sizes, dim=2) for t in self.attention.project(normed)]
             pieces = []
-            for start, stop in _cuts(used[0] if used else 0, x.shape[1], self.attention.segment_size):
-                y, state = self._segment(x[:, start:stop], state, None)
+            for part, given, *others in zip(*along_time, *along_heads, strict=True):
+                y, state = self._segment(part, state, None, _Given(given, tuple(others[:-3]), tuple(others[-3:])))
                 pieces.append(y)
             return self._feed_forward(torch.cat(pieces, dim=1) if pieces else x), state
 
@@ -296,15 +313,19 @@ class MACBlock(Block):
         memory = self.memory.init_state(batch_size)
         return BlockState(memory, attention, tuple(w.clone() for w in memory.weights))
 
-    def _segment(self, x: Tensor, state: BlockState, mask: Tensor | None) -> tuple[Tensor, BlockState]:
+    def _segment(
+        self, x: Tensor, state: BlockState, mask: Tensor | None, given: _Given | None = None
+    ) -> tuple[Tensor, BlockState]:
         """Tokens that lie inside one segment of each row."""
         assert isinstance(self.attention, SegmentAttention) and self.attention_norm is not None
-        normed = self.attention_norm(x)
+        normed = self.attention_norm(x) if given is None else given.normed
         h = conv = None
         if self.memory is not None:
-            h, conv = self.memory.read_stream(normed, state.start, state.conv, mask)  # Eq. 21
+            queries, gate = self.memory.ask(normed) if given is None else given.asked
+            h, conv = self.memory.answer(queries, gate, state.start, state.conv, mask)  # Eq. 21
+        projected = None if given is None else given.projected
         prefix = self._prefix(self.attention_norm)
-        y, attention = self.attention(normed, h, state.attention, prefix, mask)  # Eq. 22, 23
+        y, attention = self.attention(normed, h, state.attention, prefix, mask, projected)  # Eq. 22, 23
         x = x + y
         memory, start = state.memory, state.start
         if self.memory is not None:

@@ -264,7 +264,7 @@ class NeuralMemory(nn.Module):
         q, k, v, conv = self._project(x, state.conv, mask)
         theta, alpha, eta = self._gate(x)
         result = self._run(q, k, v, theta, alpha, eta, replace(state, conv=conv), mask, return_surprise)
-        y = self._output(result[0], x)
+        y = self._output(result[0], self.to_gate(x))
         if frame is None:
             return y, *result[1:]
         y = frame.take(y.unsqueeze(1)).squeeze(1)
@@ -310,19 +310,34 @@ class NeuralMemory(nn.Module):
         Returns:
             y (batch, time, dim), and ``past`` to go on from; None without convolution.
         """
+        return self.answer(*self.ask(x), weights, past, mask)
+
+    def ask(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """What :meth:`answer` needs of x (batch, time, dim), whatever the weights: the queries before their convolution
+        and the output gate before its SiLU, both (batch, time, heads * head_dim)."""
         x = self._limit(x)
+        return F.linear(x, self.to_qkv.weight[: self.heads * self.head_dim]), self.to_gate(x)
+
+    def answer(
+        self,
+        projected: Tensor,
+        gate: Tensor,
+        weights: Sequence[Tensor],
+        past: Tensor | None,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The rest of :meth:`read_stream`, from what :meth:`ask` gave for a stretch of the stream."""
         inner = self.heads * self.head_dim
-        projected = F.linear(x, self.to_qkv.weight[:inner])
         kernel = before = None
         if self.conv is not None:
             kernel = self.conv[:, :inner].to(projected.dtype)
-            shape = (x.shape[0], self.conv_kernel - 1, inner)
+            shape = (len(projected), self.conv_kernel - 1, inner)
             before = projected.new_zeros(shape) if past is None else past.to(projected.dtype)
             past = last_inputs(before, projected, mask)
         (q,) = project_heads(projected, before, kernel, self.heads, self._lengths[:1]).unbind(0)
-        with torch.autocast(x.device.type, enabled=False):
+        with torch.autocast(q.device.type, enabled=False):
             y = self.network(weights, q.to(weights[0].dtype))
-        return self._output(y.to(q.dtype), x), past
+        return self._output(y.to(q.dtype), gate), past
 
     def _check(self, x: Tensor, state: MemoryState | None, mask: Tensor | None) -> MemoryState:
         if x.ndim != 3 or x.shape[-1] != self.dim:
@@ -436,9 +451,8 @@ class NeuralMemory(nn.Module):
             return_surprise=return_surprise, check_values=False,
         )  # fmt: skip
 
-    def _output(self, y: Tensor, x: Tensor) -> Tensor:
+    def _output(self, y: Tensor, gate: Tensor) -> Tensor:
         """Norm, gate and projection: (batch, heads, time, head_dim) -> (batch, time, dim)."""
-        gate = self.to_gate(x)
         return self.to_out(gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS))
 
     def _limit(self, x: Tensor) -> Tensor:
