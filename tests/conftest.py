@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from titans.ops.native import chunked, exact, project
+from titans.ops.native import chunked, exact, norm, project
 
 
 @pytest.fixture
 def only_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loops are out of reach, as on a machine without a compiler."""
-    for module in (chunked, exact, project):
+    for module in (chunked, exact, norm, project):
         monkeypatch.setattr(module, "available", lambda *args: False)
 
 

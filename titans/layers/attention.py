@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
+from titans.layers.norm import RMSNorm
 from titans.ops.attention import rotate_by, rotation, segment_attention, turning, window_attention
 
 PIECE = 2048  # tokens of a long sequence that are worked on at a time, so that they stay in the cache
@@ -140,8 +141,8 @@ class _Attention(nn.Module):
         self.to_q = nn.Linear(dim, inner, bias=False)
         self.to_kv = nn.Linear(dim, 2 * inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)
-        self.q_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
-        self.k_norm = nn.RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.q_norm = RMSNorm(head_dim, eps=1e-6) if qk_norm else None
+        self.k_norm = RMSNorm(head_dim, eps=1e-6) if qk_norm else None
         self.reset_parameters()
 
     @torch.no_grad()

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState
 from titans.layers.memory import NeuralMemory
+from titans.layers.norm import RMSNorm
 from titans.ops.state import MemoryState
 
 EPS = 1e-6
@@ -107,9 +108,9 @@ class Gate(nn.Module):
         if kind not in GATES:
             raise ValueError(f"gate is {kind!r}; expected one of {', '.join(GATES)}")
         self.kind = kind
-        self.y_norm = nn.RMSNorm(dim, eps=EPS)
+        self.y_norm = RMSNorm(dim, eps=EPS)
         self.shift = nn.Parameter(torch.empty(dim))
-        self.m_norm = nn.RMSNorm(dim, eps=1e-2)  # what an empty memory says is close to zero, and stays there
+        self.m_norm = RMSNorm(dim, eps=1e-2)  # what an empty memory says is close to zero, and stays there
         self.reset_parameters()
 
     @torch.no_grad()
@@ -158,14 +159,14 @@ class Block(nn.Module):
         hidden = round(ffn_multiplier * dim)
         if hidden < 1:
             raise ValueError(f"ffn_multiplier x dim must be at least 1, got {ffn_multiplier} x {dim}")
-        self.memory_norm = None if memory is None else nn.RMSNorm(dim, eps=EPS)
+        self.memory_norm = None if memory is None else RMSNorm(dim, eps=EPS)
         self.memory = memory
-        self.attention_norm = None if attention is None else nn.RMSNorm(dim, eps=EPS)
+        self.attention_norm = None if attention is None else RMSNorm(dim, eps=EPS)
         self.attention = attention
         self.persistent = nn.Parameter(torch.empty(persistent, dim)) if persistent else None
         both = memory is not None and attention is not None
         self.gate = Gate(dim, gate) if both and gate is not None else None
-        self.ffn_norm = nn.RMSNorm(dim, eps=EPS)
+        self.ffn_norm = RMSNorm(dim, eps=EPS)
         self.ffn = SwiGLU(dim, hidden) if ffn == "swiglu" else FeedForward(dim, hidden)
         self.reset_parameters()
 
@@ -175,7 +176,7 @@ class Block(nn.Module):
         if self.persistent is not None:
             nn.init.normal_(self.persistent, std=0.02)
 
-    def _prefix(self, norm: nn.RMSNorm | None) -> Tensor | None:
+    def _prefix(self, norm: RMSNorm | None) -> Tensor | None:
         """The persistent tokens as a part sees them, (tokens, dim)."""
         return None if self.persistent is None or norm is None else norm(self.persistent)
 

@@ -22,6 +22,7 @@ from titans.layers import (
     SegmentAttention,
     WindowAttention,
 )
+from titans.layers.norm import RMSNorm
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansConfig
 from titans.ops.frame import Frame, make_frame
@@ -129,9 +130,9 @@ class TitansModel(TitansPreTrainedModel):
     def __init__(self, config: TitansConfig) -> None:
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.embed_norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # what blocks add is not small
+        self.embed_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # what blocks add is not small
         self.layers = nn.ModuleList(make_layer(config) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
 
