@@ -456,7 +456,10 @@ class NeuralMemory(nn.Module):
         return self.to_out(gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS))
 
     def _limit(self, x: Tensor) -> Tensor:
-        return x.clamp(-INPUT_LIMIT, INPUT_LIMIT) if self.bounded else x
+        if not self.bounded:
+            return x
+        limit = min(INPUT_LIMIT, torch.finfo(x.dtype).max)
+        return x.clamp(-limit, limit)
 
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""

@@ -55,7 +55,7 @@ def neural_memory_chunked(
         chunk_size: part of the model: a memory trained with one is a different model with another.
         max_norm: checked at the end of every chunk.
         checkpoint_every: the backward pass keeps the state at every so many chunks and recomputes what lies between;
-            default: so many that their graph takes about 128 MB.
+            default: at every chunk or 64 tokens in the compiled loop, else so many that their graph takes about 128 MB.
     """
     return call_dual(
         ChunkKeys(checkpoint_every), q, k, v, theta, alpha, eta, state,
@@ -86,7 +86,7 @@ class ChunkKeys:
             carry, out = run_tiles(rule, self, Stretch(tile, ends[:1]), carry, tokens.slots(0, tile))
             outputs.append(out)
         middle = tokens.slots(start * tile, stop * tile)
-        carry, out = native.run_chunked(rule, tile, carry, middle, self.checkpoint_every or 1)
+        carry, out = native.run_chunked(rule, tile, carry, middle, self.checkpoint_every)
         outputs.append(out)
         if stop < len(ends):
             last = tokens.slots(stop * tile, len(ends) * tile)

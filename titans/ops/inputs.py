@@ -117,6 +117,18 @@ def _check_state(state: MemoryState, q: Tensor, v: Tensor, network: object) -> N
         raise ValueError(
             f"state has (batch, heads) {tuple(first.shape[:2])}, q has {tuple(q.shape[:2])}; expected the same"
         )
+    for name, group in (("momentum", state.momentum), ("anchor", state.anchor)):
+        found, expected = ([(tuple(w.shape), w.dtype, w.device) for w in x] for x in (group, state.weights))
+        if found != expected:
+            raise ValueError(
+                f"state.{name} is {_described(group)}; expected shapes, dtype and device of the weights, "
+                f"{_described(state.weights)}"
+            )
+    if len({(w.dtype, w.device) for w in state.weights}) > 1:
+        raise ValueError(f"state.weights is {_described(state.weights)}; expected one dtype and one device")
+    square = (*first.shape[:2], q.shape[-1], q.shape[-1])
+    if state.gram is not None and (state.gram.shape != square or state.gram.dtype != first.dtype):
+        raise ValueError(f"state.gram is {_described([state.gram])}; expected {square} {first.dtype}")
     if not isinstance(network, MemoryMLP):
         return
     bias = int(network.bias)
@@ -132,3 +144,7 @@ def _check_state(state: MemoryState, q: Tensor, v: Tensor, network: object) -> N
         raise ValueError(f"the memory's output has width {last.shape[-2]} and v has width {v.shape[-1]}")
     if network.residual and q.shape[-1] != v.shape[-1]:
         raise ValueError(f"a residual memory needs equal widths in and out; q has {q.shape[-1]}, v has {v.shape[-1]}")
+
+
+def _described(group: Sequence[Tensor]) -> str:
+    return ", ".join(f"{tuple(w.shape)} {str(w.dtype).removeprefix('torch.')} on {w.device}" for w in group)

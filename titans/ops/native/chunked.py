@@ -11,7 +11,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.dual import Carry, Rule, Tensors, Tokens, split_rest
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, library, plain
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, takes
+
+SEGMENT = 64  # tokens between two states that the backward pass keeps, if chunks are shorter
 
 
 class _Settings(ctypes.Structure):
@@ -34,21 +36,16 @@ class _Inputs(ctypes.Structure):
 
 def available(rule: Rule, carry: Carry) -> bool:
     """Whether the compiled loop can do this work: on a CPU, at the start of a chunk, without a norm inside."""
-    first = carry.weights[0]
-    return (
-        first.device.type == "cpu"
-        and rule.network.norm is None
-        and not carry.anchor
-        and carry.gram is None
-        and library(first.dtype) is not None
-    )
+    started = bool(carry.anchor) or carry.gram is not None
+    return rule.network.norm is None and not started and takes(*carry.weights, *carry.momentum)
 
 
-def run_chunked(rule: Rule, tile: int, carry: Carry, tokens: Tokens, every: int) -> tuple[Carry, Tensors]:
+def run_chunked(rule: Rule, tile: int, carry: Carry, tokens: Tokens, every: int | None) -> tuple[Carry, Tensors]:
     """What ``run_tiles`` gives for whole chunks of ``tile`` tokens, with gradients.
 
-    The backward pass keeps the state at every ``every``-th chunk.
+    The backward pass keeps the state at every ``every``-th chunk; default: at every chunk, or every ``SEGMENT`` tokens.
     """
+    every = max(1, min(every or SEGMENT // tile, tokens.k.shape[1] // tile))
     results: Tensors = _NativeChunked.apply(
         rule, tile, every, tokens.live, (len(carry.weights), len(carry.momentum)),
         tokens.q, tokens.k, tokens.v, tokens.theta, tokens.alpha, tokens.eta,

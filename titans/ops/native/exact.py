@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens, split_rest
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, library, plain
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, takes
 
 SEGMENT = 32  # tokens between two states that the backward pass keeps
 
@@ -36,13 +36,11 @@ class _Inputs(ctypes.Structure):
 
 def available(rule: Rule, carry: Carry, resting: bool) -> bool:
     """Whether the compiled loop can do this work: deep memory, on a CPU, without a norm inside."""
-    first = carry.weights[0]
     return (
         len(carry.weights) > 1
-        and first.device.type == "cpu"
         and rule.network.norm is None
         and not (rule.decay_first and resting)
-        and library(first.dtype) is not None
+        and takes(*carry.weights, *carry.momentum)
     )
 
 

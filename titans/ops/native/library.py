@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -20,6 +21,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.nn import Parameter
 
 FOLDER = Path(__file__).parent
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -28,7 +31,11 @@ TYPES = {torch.float32: ("-DREAL=float", "-DSINGLE"), torch.float64: ("-DREAL=do
 
 
 def _cache_folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titan-memory"
+    chosen = os.environ.get("XDG_CACHE_HOME")
+    try:
+        return Path(chosen or Path.home() / ".cache") / "titan-memory"
+    except RuntimeError:  # a user without a home, as in some containers
+        return Path(tempfile.gettempdir()) / "titan-memory"
 
 
 def _processor() -> str:
@@ -43,10 +50,12 @@ def _processor() -> str:
 @functools.cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     """The compiled loops for a dtype, or None if they cannot be had."""
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None or os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
+    compiler = shlex.split(
+        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
+    )
+    if not compiler or os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
         return None
-    command = [compiler, *FLAGS, "-shared", "-fPIC", *TYPES[dtype]]
+    command = [*compiler, *FLAGS, "-shared", "-fPIC", *TYPES[dtype]]
     sources = sorted(FOLDER.glob("*.c"))
     texts = [path.read_text() for path in [*sources, *sorted(FOLDER.glob("*.h"))]]
     key = hashlib.sha256("\0".join([*command, *texts, _processor()]).encode()).hexdigest()[:16]
@@ -69,6 +78,18 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
     except (OSError, subprocess.SubprocessError) as error:
         warnings.warn(f"the compiled memory is not available ({error}); using PyTorch", stacklevel=2)
         return None
+
+
+def takes(*tensors: Tensor | None) -> bool:
+    """Whether C can read these: plain tensors with data, all on a CPU, all float32 or all float64."""
+    there = [x for x in tensors if x is not None]
+    dtype = there[0].dtype
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, Parameter) and x.device.type == "cpu" and x.dtype == dtype for x in there)
+        and not any(is_functorch_wrapped_tensor(x) for x in there)
+        and library(dtype) is not None
+    )
 
 
 def call(name: str, dtype: torch.dtype, *arguments: object) -> None:

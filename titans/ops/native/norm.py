@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.native.library import address, call
-from titans.ops.native.project import available
+from titans.ops.native.library import takes as available
 
 __all__ = ["RMSNorm", "available"]
 

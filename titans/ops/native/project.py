@@ -10,14 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans.ops.native.library import address, call, library
+from titans.ops.native.library import address, call
+from titans.ops.native.library import takes as available
 
-
-def available(*tensors: Tensor | None) -> bool:
-    """Whether the compiled loops take these tensors: all on a CPU, all float32 or all float64."""
-    there = [x for x in tensors if x is not None]
-    first = there[0]
-    return all(x.device.type == "cpu" and x.dtype == first.dtype for x in there) and library(first.dtype) is not None
+__all__ = ["Gate", "Project", "available"]
 
 
 class Project(torch.autograd.Function):
