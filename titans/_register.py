@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -23,25 +24,33 @@ def register_when_transformers_is_loaded() -> None:
 
 
 class _Finder(MetaPathFinder):
+    def __init__(self) -> None:
+        self.asking = threading.local()  # .now: this thread asks the other finders, which comes back here
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != AUTO:
+        if fullname != AUTO or getattr(self.asking, "now", False):
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self.asking.now = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.asking.now = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Loader(spec.loader)
+            spec.loader = _Loader(spec.loader, self)
         return spec
 
 
 class _Loader(Loader):
-    def __init__(self, loader: Loader) -> None:
-        self.loader = loader
+    def __init__(self, loader: Loader, finder: _Finder) -> None:
+        self.loader, self.finder = loader, finder
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
+        if self.finder in sys.meta_path:  # once it has been loaded, and not when somebody only looked for it
+            sys.meta_path.remove(self.finder)
         import_module(OURS)

@@ -110,6 +110,18 @@ def test_a_wrong_argument_is_one_sentence_and_nothing_is_written(
     assert sorted(folder.rglob("*")) == before
 
 
+def test_a_file_that_cannot_be_written_after_all_is_one_sentence(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "x" * 245 + ".html"  # which fits, but the temporary name beside it does not
+    capsys.readouterr()
+    assert run("lmm", "hi", "--out", name) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("titans: ") and captured.err.endswith(": File name too long.\n")
+    assert captured.err.count("\n") == 1
+
+
 def test_without_transformers_the_command_says_what_to_install(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

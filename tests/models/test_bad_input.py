@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from tests.models.cases import TINY, VARIANTS, VOCAB, config, model, tokens
 from titans import MemoryState, TitansCache, TitansConfig, TitansForCausalLM
 from titans.models import build, config_for
+from titans.models.modeling import make_layer
 
 
 @pytest.mark.parametrize(
@@ -31,11 +35,59 @@ from titans.models import build, config_for
         ({"ffn": "moe"}, "ffn is 'moe'; expected one of swiglu, plain"),
         ({"use_memory": False, "use_attention": False}, "use_memory is False and nothing else is left"),
         ({"variant": "lmm", "use_memory": False}, "use_memory is False and nothing else is left"),
+        ({"variant": ["mac"]}, "variant is ['mac']; expected one of lmm, mac, mag, mal"),
+        ({"hidden_size": "wide", "intermediate_size": None}, "hidden_size is 'wide'; expected a whole number"),
+        ({"intermediate_size": 2.5}, "intermediate_size is 2.5; expected a whole number of at least 1"),
+        ({"memory_head_dim": "8"}, "memory_head_dim is '8'; expected a whole number of at least 1"),
+        ({"memory_expansion": -1.0}, "memory_expansion is -1.0; expected a positive number"),
+        ({"memory_theta_max": 2.0}, "memory_theta_max is 2.0; expected a number in (0, 1]"),
+        ({"memory_fixed_alpha": "ab"}, "memory_fixed_alpha is 'ab'; expected a list of numbers, one a head"),
+        ({"rms_norm_eps": "a"}, "rms_norm_eps is 'a'; expected a positive number"),
+        ({"use_memory": "no"}, "use_memory is 'no'; expected True or False"),
+        ({"memory_mode": "foo"}, "memory_mode is 'foo'; expected one of chunked, exact, recurrent"),
+        ({"memory_activation": "foo"}, "memory_activation is 'foo'; expected one of "),
+        ({"preset": "deltanet"}, "preset is 'deltanet' and memory_depth is 2; expected 1, or TitansConfig.from_preset"),
     ],
 )
 def test_a_config_that_makes_no_sense_is_refused(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=re.escape(sentence)):
         TitansConfig(**{**TINY, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"variant": "xyz"}, "variant is 'xyz'; expected one of lmm, mac, mag, mal"),
+        ({"num_attention_heads": 3}, "num_attention_heads is 3 and hidden_size is 16; expected heads that divide"),
+        ({"segment_size": 0}, "segment_size is 0; expected a whole number of at least 1"),
+    ],
+)
+def test_fields_that_changed_after_the_config_was_made_are_checked_in_the_model(
+    fields: dict[str, Any], sentence: str, tmp_path: Path
+) -> None:
+    config("mac").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path, **fields))
+    changed = config("mac")
+    for name, value in fields.items():
+        setattr(changed, name, value)
+    with pytest.raises(ValueError, match=re.escape(sentence)):
+        TitansForCausalLM(changed)
+
+
+def test_a_layer_of_an_unknown_variant_is_refused() -> None:
+    changed = config("mac")
+    changed.variant = "xyz"
+    with pytest.raises(ValueError, match="variant is 'xyz'; expected one of lmm, mac, mag, mal"):
+        make_layer(changed)
+
+
+def test_fields_that_leave_no_room_for_the_size_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"mac has [\d,]+ parameters with these fields, .*; expected 1,000,000"):
+        config_for("mac", "1m", num_hidden_layers=50)
+    with pytest.raises(ValueError, match=r"mamba2 has [\d,]+ parameters with these fields, whatever its state_size"):
+        config_for("mamba2", "1m", num_hidden_layers=50)
+    assert config_for("mac", "1m", num_hidden_layers=50, intermediate_size=8).num_hidden_layers == 50
 
 
 def test_unknown_names_and_sizes_list_the_known_ones() -> None:
@@ -66,6 +118,13 @@ def test_inputs_that_do_not_fit_together_are_refused() -> None:
         made(tokens(5), attention_mask=torch.ones(2, 3))
     with pytest.raises(ValueError, match="past_key_values is a DynamicCache; expected a TitansCache"):
         made(tokens(5), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=r"input_ids has shape \(5,\); expected \(batch, time\)"):
+        made(tokens(5)[0])
+    with pytest.raises(ValueError, match=r"input_ids has dtype torch.float32; expected int64 or int32"):
+        made(tokens(5).float())
+    for shape in ((5, 16), (2, 5, 17)):
+        with pytest.raises(ValueError, match=re.escape(f"inputs_embeds has shape {shape}; expected (batch, time, 16)")):
+            made(inputs_embeds=torch.zeros(shape, dtype=torch.float64))
 
 
 @torch.no_grad()
@@ -81,7 +140,10 @@ def test_a_cache_of_another_config_or_batch_is_refused_and_stays_as_it_was() -> 
     assert cache.states == states and cache.get_seq_length() == 5
 
 
-def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_model_is_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model("mac", torch.float32).save_pretrained(tmp_path)
     for load in (TitansForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match="holds a mac model; the config that was given is of a mag one"):
@@ -96,6 +158,10 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path) -> None:
         ValueError, match=r"does not fit the config: \d+ mismatched parameters, the first of them model"
     ):
         TitansForCausalLM.from_pretrained(tmp_path, config=config("mac", intermediate_size=32))
+    assert "LOAD REPORT" not in caplog.text
+    options = {"config": config("mac", intermediate_size=32), "ignore_mismatched_sizes": True}
+    assert isinstance(TitansForCausalLM.from_pretrained(tmp_path, **options), TitansForCausalLM)
+    assert "LOAD REPORT" in caplog.text  # nothing else would say what is new
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="has weights that cannot be read"):
@@ -130,6 +196,14 @@ def test_a_damaged_state_file_is_refused(tmp_path: Path) -> None:
 
     for cut in (0, 5, 100, len(whole) // 2, len(whole) - 1):
         refused(whole[:cut], "cannot be read as a cache")
+    path.write_bytes(whole)
+    with safe_open(path, "pt") as file:
+        metadata = file.metadata()
+    changes = {"seen": "12", "config": json.dumps(json.loads(metadata["config"]) | {"segment_size": 9}), "extra": ""}
+    for name, value in changes.items():
+        save_file(load_file(path), path, metadata=metadata | {name: value})
+        refused(path.read_bytes(), "is damaged: its contents are not what was saved")
+        path.write_bytes(whole)
     flipped = bytearray(whole)
     flipped[-20] ^= 1
     refused(bytes(flipped), "is damaged")
@@ -138,13 +212,23 @@ def test_a_damaged_state_file_is_refused(tmp_path: Path) -> None:
     path.write_bytes(whole)
     tensors = load_file(path)
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(ValueError, match=r"is not a cache of a Titans model \(its format is 'pt'\)"):
+    with pytest.raises(ValueError, match=r"is not a cache \(its format is 'pt'\)"):
         TitansCache.load(path)
     save_file(tensors, path, metadata={"format": "titans.TitansCache", "version": "9"})
-    with pytest.raises(ValueError, match="has cache version '9'; this release reads '1'"):
+    with pytest.raises(ValueError, match="has cache version '9'; this release reads '2'"):
         TitansCache.load(path)
     MemoryState.create([torch.zeros(1, 1, 2, 2)]).save(path)
     with pytest.raises(ValueError, match=r"its format is 'titans.MemoryState'"):
         TitansCache.load(path)
     with pytest.raises(FileNotFoundError, match=r"does not exist; expected a file written by TitansCache.save"):
         TitansCache.load(tmp_path / "nothing")
+    with pytest.raises(FileNotFoundError, match=r"missing does not exist; expected a folder to write cache into"):
+        TitansCache(config("mac")).save(tmp_path / "missing" / "cache")
+
+
+@torch.no_grad()
+def test_a_cache_does_not_give_tokens_back() -> None:
+    cache = model("mac")(tokens(5), use_cache=True).past_key_values
+    with pytest.raises(NotImplementedError, match=r"a memory cannot take tokens back; keep a copy\(\)"):
+        cache.crop(1)
+    assert cache.get_seq_length() == 5

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.models.cases import TINY
 from titans import NeuralMemory, TitansConfig, TitansForCausalLM
 from titans.models import NAMES, PRESETS, SIZES, build, config_for, count_parameters, state_bytes
 from titans.models.presets import preset_fields
@@ -53,14 +54,26 @@ def test_every_name_builds_a_model_of_the_same_size_that_reads_and_has_a_state(n
 
 @torch.no_grad()
 def test_state_bytes_is_what_the_cache_holds() -> None:
-    for name, length in (("mag", 300), ("mac", 40), ("sliding-window", 50)):
+    places = [("mag", 300), ("mac", 40), ("sliding-window", 50), *(("mac", length) for length in (64, 65, 100, 128))]
+    for name, length in places:
         made = build(name, "1m").eval()
         assert isinstance(made, TitansForCausalLM)
         cache = made(torch.zeros(1, length, dtype=torch.int64), use_cache=True).past_key_values
         assert state_bytes(made, length) == cache.nbytes
+    for fields in ({"variant": "mac", "segment_size": 3}, {"variant": "mag", "window_size": 1}):
+        small = TitansForCausalLM(TitansConfig(**{**TINY, **fields}))
+        for length in range(1, 8):
+            cache = small(torch.zeros(1, length, dtype=torch.int64), use_cache=True).past_key_values
+            assert state_bytes(small, length) == cache.nbytes
     made = build("transformer++", "1m").eval()
     layers, heads, width = made.config.num_hidden_layers, 4, 24
     assert state_bytes(made, 1000) == 2 * layers * heads * width * 1000 * 4
+
+
+def test_a_preset_follows_the_heads_of_its_memory() -> None:
+    config = config_for("retnet", "1m", memory_heads=3)
+    assert isinstance(config, TitansConfig)
+    assert config.memory_fixed_alpha == [2.0**-5, 2.0**-6, 2.0**-7] and config.preset == "retnet"
 
 
 def project(memory: NeuralMemory, x: torch.Tensor) -> tuple[Any, ...]:
@@ -93,5 +106,5 @@ def test_a_preset_is_the_rule_of_its_paper(name: str) -> None:
         "ttt-mlp": lambda: presets.ttt_mlp(q, k, v, theta, start, (memory.gain, memory.shift)),
     }[name]()
     y, state = memory(x)
-    torch.testing.assert_close(y, memory._output(expected[0], x), rtol=0, atol=1e-10)
+    torch.testing.assert_close(y, memory._output(expected[0], memory.to_gate(x)), rtol=0, atol=1e-10)
     torch.testing.assert_close(state.weights, expected[1].weights, rtol=0, atol=1e-10)

@@ -150,13 +150,23 @@ def test_gradients_flow_through_a_cache_unless_it_is_detached(kind: str) -> None
     ids = tokens(TIME)
     embeddings = made.get_input_embeddings()(ids[:, :10]).detach().requires_grad_()
     cache = made(inputs_embeds=embeddings, use_cache=True).past_key_values
-    kept = copy.copy(cache)
-    kept.layers = [copy.copy(layer) for layer in cache.layers]
-    made(ids[:, 10:], past_key_values=kept).logits.square().sum().backward()
+    made(ids[:, 10:], past_key_values=cache.copy()).logits.square().sum().backward()
     assert embeddings.grad is not None and bool(embeddings.grad.abs().max() > 0)
     embeddings.grad = None
     made(ids[:, 10:], past_key_values=cache.detach()).logits.square().sum().backward()
     assert embeddings.grad is None
+
+
+@every_variant
+def test_a_copy_of_a_cache_stays_where_it_was(kind: str) -> None:
+    made = model(kind)
+    ids = tokens(TIME)
+    cache = made(ids[:, :10], use_cache=True).past_key_values
+    for kept in (cache.copy(), copy.deepcopy(cache)):  # both with the graph
+        assert all(a is b for a, b in zip(leaves(kept), leaves(cache), strict=True))
+        first = made(ids[:, 10:], past_key_values=kept, use_cache=True).logits
+        assert (kept.get_seq_length(), cache.get_seq_length()) == (TIME, 10)
+        assert torch.equal(made(ids[:, 10:], past_key_values=cache.copy()).logits, first)
 
 
 @pytest.mark.parametrize("kind", [*VARIANTS, *PRESETS, "mal, linear, untied, plain"])
@@ -174,6 +184,27 @@ def test_a_saved_model_comes_back_with_identical_logits(kind: str, tmp_path: Pat
     base = AutoModel.from_pretrained(tmp_path)
     assert isinstance(base, TitansModel)
     assert torch.equal(base(ids).last_hidden_state, made.model(ids).last_hidden_state)
+
+
+@torch.no_grad()
+def test_a_model_comes_back_from_its_state_dict() -> None:
+    made = model("mac", torch.float32)
+    loaded = TitansForCausalLM.from_pretrained(None, config=made.config, state_dict=made.state_dict())
+    assert torch.equal(loaded(tokens(TIME)).logits, made(tokens(TIME)).logits)
+    with pytest.raises(ValueError, match="state_dict does not fit the config: 1 missing parameters"):
+        rest = {name: x for name, x in made.state_dict().items() if name != "model.norm.weight"}
+        TitansForCausalLM.from_pretrained(None, config=made.config, state_dict=rest)
+
+
+def test_the_auto_classes_know_the_models_even_if_their_module_was_looked_for_first() -> None:
+    program = (
+        "import titans, importlib.util\n"
+        "for _ in range(2):\n"
+        "    assert importlib.util.find_spec('transformers.models.auto.configuration_auto').origin\n"
+        "from transformers import AutoConfig\n"
+        "assert type(AutoConfig.for_model('titans')).__name__ == 'TitansConfig'\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
 
 
 def test_the_auto_classes_know_the_models_once_titans_is_imported(tmp_path: Path) -> None:
@@ -333,10 +364,35 @@ def test_presets_and_switches_reach_the_layers() -> None:
     assert all(TitansConfig.from_preset(name).preset == name for name in PRESETS)
     retnet = TitansConfig.from_preset("retnet", memory_heads=3)
     assert retnet.memory_fixed_alpha == [2.0**-5, 2.0**-6, 2.0**-7]
-    assert TitansConfig.from_preset("gated-deltanet", memory_momentum=True).memory_momentum
+    changed = TitansConfig.from_preset("gated-deltanet", memory_momentum=True)
+    assert changed.memory_momentum and changed.preset is None  # it is no longer what it would be called
+    assert TitansConfig.from_preset("gated-deltanet", variant="mag").preset == "gated-deltanet"
     for kind in SWITCHES:
         layer = model(kind).model.layers[0]
         assert (layer.memory is None) == ("no memory" in kind)
         assert (layer.attention is None) == ("no attention" in kind)
     assert isinstance(TitansModel(config("mac")), TitansModel)
     assert isinstance(AutoConfig.for_model("titans"), TitansConfig)
+
+
+def test_the_gate_follows_the_variant_unless_it_is_given(tmp_path: Path) -> None:
+    config("mac").save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path, variant="mag")
+    assert loaded.gate is None
+    assert TitansModel(loaded).layers[0].gate.kind == "sigmoid"
+    assert TitansModel(config("mac")).layers[0].gate.kind == "memory"
+    assert TitansModel(config("mac", gate="sum")).layers[0].gate.kind == "sum"
+    assert config("mac").fingerprint() == config("mac", gate="memory").fingerprint()
+    assert config("mac").fingerprint() != config("mac", gate="sum").fingerprint()
+
+
+class NarrowConfig(TitansConfig):
+    window_size: int = WINDOW
+
+
+def test_a_subclass_of_the_config_describes_the_same_memory_and_state() -> None:
+    fields = config("mag").to_diff_dict() | {"memory_depth": 3}
+    made = NarrowConfig(**fields)
+    assert made.memory_options == TitansConfig(**fields).memory_options
+    assert made.fingerprint() == TitansConfig(**fields).fingerprint()
+    assert len(TitansModel(made).layers[0].memory.initial) == 3

@@ -42,11 +42,16 @@ def _root(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line and exit: 0, 2 for a wrong argument (one sentence on stderr), 130 for Ctrl-C."""
+    """Run the command line and exit: 0, 2 for a wrong argument or file (one sentence on stderr), 130 for Ctrl-C."""
     try:
         code = app(args=list(arguments) if arguments is not None else None, prog_name="titans", standalone_mode=False)
     except (KeyboardInterrupt, typer.Abort):
         code = 130
+    except OSError as error:
+        known = error.strerror is not None and error.filename is not None
+        words = f"{error.filename}: {error.strerror}." if known else str(error)
+        typer.echo(f"titans: {' '.join(words.split())}", err=True)
+        code = 2
     except Exception as error:
         # What typer raises for a wrong argument has no public base class, but it always has words for it.
         format_message = getattr(error, "format_message", None)

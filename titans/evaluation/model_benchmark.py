@@ -69,7 +69,6 @@ REFERENCE_STEP = 16  # tokens that titans-pytorch writes with one step
 REFERENCE_BATCH = 64  # tokens that take their gradient at the same weights in titans-pytorch
 CHUNK_SIZE = 64  # of the chunked rule, unless given
 PIECE = 1024  # tokens that are read at a time on the way to a far position
-STEP = 8  # widths that are fitted are multiples of this
 START_SECONDS = 60  # what a fresh process may take before it gets to work
 MEMORY_SHARE = 0.75  # of what is free at the start, the most that a contender may take unless told otherwise
 
@@ -215,16 +214,10 @@ def target_parameters(settings: ModelBenchmarkSettings) -> int:
     return settings.parameters or count_parameters(_config("mac", settings, intermediate_size=None))
 
 
-def _fit(count: Callable[[int], int], target: int, step: int = STEP) -> int:
-    """The multiple of `step` at which `count`, a linear function, comes closest to `target`."""
-    low, high = count(step), count(2 * step)
-    return step * max(1, 1 + round((target - low) / (high - low)))
-
-
 def _build_transformers(settings: ModelBenchmarkSettings, name: str) -> Subject:
     from transformers import AutoModelForCausalLM
 
-    from titans.models import count_parameters
+    from titans.models.baselines import count_parameters, fit
 
     target = target_parameters(settings)
     if name == "mamba2":  # no feed-forward layers: it takes as many layers as fit, and a state that makes up the rest
@@ -233,10 +226,10 @@ def _build_transformers(settings: ModelBenchmarkSettings, name: str) -> Subject:
             return _config(name, settings, num_hidden_layers=layers, state_size=state)
 
         usual = 2 * settings.head_width
-        layers = _fit(lambda n: count_parameters(make(n, usual)), target, step=1)
-        config = make(layers, _fit(lambda n: count_parameters(make(layers, n)), target))
+        layers = fit(lambda n: count_parameters(make(n, usual)), target, step=1)
+        config = make(layers, fit(lambda n: count_parameters(make(layers, n)), target))
     else:
-        width = _fit(lambda n: count_parameters(_config(name, settings, intermediate_size=n)), target)
+        width = fit(lambda n: count_parameters(_config(name, settings, intermediate_size=n)), target)
         config = _config(name, settings, intermediate_size=width)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config)
@@ -257,6 +250,8 @@ def _build_reference(settings: ModelBenchmarkSettings) -> Subject:
     from titans_pytorch import MemoryAsContextTransformer
     from titans_pytorch.memory_models import MemoryMLP
 
+    from titans.models.baselines import fit
+
     def make(width: int) -> Any:
         torch.manual_seed(0)
         return MemoryAsContextTransformer(
@@ -275,7 +270,7 @@ def _build_reference(settings: ModelBenchmarkSettings) -> Subject:
             neural_memory_kwargs=reference_memory_options(settings.heads, settings.head_width),
         )
 
-    model = make(_fit(lambda n: sum(p.numel() for p in make(n).parameters()), target_parameters(settings)))
+    model = make(fit(lambda n: sum(p.numel() for p in make(n).parameters()), target_parameters(settings)))
     positions = model.axial_pos_emb
 
     def read(ids: Tensor, cache: Any) -> tuple[Tensor, Any]:

@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from titans.models.configuration import VARIANTS, TitansConfig
-from titans.models.presets import PRESETS, preset_fields
+from titans.models.presets import PRESETS, apply_preset
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,14 @@ OTHERS = ("sliding-window", "transformer++", "mamba2", "gated-deltanet-hybrid")
 NAMES = (*VARIANTS, *PRESETS, *OTHERS)
 STEP = 8  # widths are multiples of this
 LONGEST = 1 << 20  # positions that the transformers baselines are told of
+TOLERANCE = 0.05  # of the number of parameters
 
 
 def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     """The description of the model ``name`` (one of ``NAMES``) at ``size`` (one of ``SIZES``).
 
     ``overrides`` are fields of its config; the width of the feed-forward layers then follows, unless it is among them.
+    A ``ValueError`` says so where no width meets the size.
     """
     if name not in NAMES:
         raise ValueError(f"name is {name!r}; expected one of {', '.join(NAMES)}")
@@ -77,7 +79,10 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     }
     head_dim = own.hidden_size // own.num_attention_heads
     if name == "mamba2":
-        return _mamba2(own, common, overrides)
+        config = _mamba2(own, common, overrides)
+        if "state_size" not in overrides:
+            _check_size(config, name, size, "state_size")
+        return config
     if name == "transformer++":
         common |= {"num_attention_heads": own.num_attention_heads, "max_position_embeddings": LONGEST}
         make: Callable[..., PreTrainedConfig] = LlamaConfig
@@ -100,16 +105,30 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
             for name in ("num_attention_heads", "memory_heads", "segment_size", "window_size", "num_persistent_tokens")
         }
         if name in PRESETS:
-            common |= preset_fields(name, own.memory_heads)
+            common |= apply_preset(name, overrides, own.memory_heads)
         elif name == "sliding-window":
             common |= {"variant": "mag", "use_memory": False, "num_persistent_tokens": 0}
         else:
             common |= {"variant": name}
         make = TitansConfig
     common |= overrides
-    if "intermediate_size" in overrides:
-        return make(**common)
-    return make(**common | {"intermediate_size": _fit(make, common, "intermediate_size", own.parameters)})
+    if "intermediate_size" not in overrides:
+        common["intermediate_size"] = fit(
+            lambda n: count_parameters(make(**common | {"intermediate_size": n})), own.parameters
+        )
+    config = make(**common)
+    if "intermediate_size" not in overrides:
+        _check_size(config, name, size, "intermediate_size")
+    return config
+
+
+def _check_size(config: PreTrainedConfig, name: str, size: str, field: str) -> None:
+    count, target = count_parameters(config), SIZES[size].parameters
+    if abs(count / target - 1) > TOLERANCE:
+        raise ValueError(
+            f"{name} has {count:,} parameters with these fields, whatever its {field}; "
+            f"expected {target:,}, the size {size}, or {field} among the fields"
+        )
 
 
 def build(name: str, size: str, **overrides: Any) -> PreTrainedModel:
@@ -129,16 +148,22 @@ def count_parameters(config: PreTrainedConfig) -> int:
 def state_bytes(model: PreTrainedModel, length: int) -> int:
     """What ``model`` keeps of one sequence of ``length`` tokens in order to go on.
 
-    The model reads two tokens and three; what grows between the two grows on up to the window or the segment, or
-    without end where there is none.
+    The model reads two tokens and three; what grows between the two grows on up to the window, or without end where
+    there is none. MAC is the same after every segment, so that it reads one of them, or grows in the open one.
     """
     if length < 1:
         raise ValueError(f"length is {length}; expected a number of tokens")
     config = model.config
-    two, three = (_cache_bytes(model, count) for count in (2, 3))
-    slots = length
+    slots, closed = length, False
     if isinstance(config, TitansConfig):
-        slots = min(length, config.segment_size if config.variant == "mac" else config.window_size - 1)
+        if config.variant == "mac":
+            closed = length % config.segment_size == 0
+            slots = config.segment_size if closed else length % config.segment_size
+        else:
+            slots = min(length, max(1, config.window_size - 1))
+    if closed or slots <= 3:
+        return _cache_bytes(model, slots)
+    two, three = (_cache_bytes(model, count) for count in (2, 3))
     return two + (three - two) * (slots - 2)
 
 
@@ -163,10 +188,10 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _fit(make: Callable[..., PreTrainedConfig], common: dict[str, Any], field: str, target: int) -> int:
-    """The multiple of ``STEP`` for a field, in which the number of parameters is linear, that comes next to target."""
-    low, high = (count_parameters(make(**common | {field: STEP * n})) for n in (1, 2))
-    return STEP * max(1, 1 + round((target - low) / (high - low)))
+def fit(count: Callable[[int], int], target: int, step: int = STEP) -> int:
+    """The multiple of ``step`` at which ``count``, a linear function, comes closest to ``target``."""
+    low, high = count(step), count(2 * step)
+    return step * max(1, 1 + round((target - low) / (high - low)))
 
 
 def _mamba2(own: Size, common: dict[str, Any], overrides: dict[str, Any]) -> PreTrainedConfig:
@@ -174,9 +199,12 @@ def _mamba2(own: Size, common: dict[str, Any], overrides: dict[str, Any]) -> Pre
     head_dim = own.hidden_size // own.num_attention_heads
     common |= {"head_dim": head_dim, "num_heads": 2 * own.num_attention_heads, "n_groups": 1, "initializer_range": 0.02}
     common |= overrides
+
+    def count(field: str) -> Callable[[int], int]:
+        return lambda n: count_parameters(Mamba2Config(**common | {field: n}))
+
     if "num_hidden_layers" not in overrides:
-        one, two = (count_parameters(Mamba2Config(**common | {"num_hidden_layers": n})) for n in (1, 2))
-        common["num_hidden_layers"] = max(1, 1 + round((own.parameters - one) / (two - one)))
+        common["num_hidden_layers"] = fit(count("num_hidden_layers"), own.parameters, step=1)
     if "state_size" not in overrides:
-        common["state_size"] = _fit(Mamba2Config, common, "state_size", own.parameters)
+        common["state_size"] = fit(count("state_size"), own.parameters)
     return Mamba2Config(**common)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
-import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,9 +17,10 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from titans.layers import BlockState, SegmentState, WindowState
 from titans.models.configuration import TitansConfig
 from titans.ops import MemoryState
+from titans.ops.state import read_tensors, write_tensors
 
 FORMAT = "titans.TitansCache"
-VERSION = "1"
+VERSION = "2"
 TYPES = {cls.__name__: cls for cls in (BlockState, MemoryState, WindowState, SegmentState)}
 
 
@@ -76,7 +76,7 @@ class TitansCacheLayer(CacheLayerMixin):
 class TitansCache(Cache):
     """What a Titans model knows of the sequences it has read: give it to the next call to go on.
 
-    A call changes the cache it is given, once it has succeeded; keep a ``copy.deepcopy`` to go back to.
+    A call changes the cache it is given, once it has succeeded; keep a :meth:`copy` to go back to.
 
     Args:
         config: of the model.
@@ -106,6 +106,19 @@ class TitansCache(Cache):
         """Back to the start of a sequence."""
         super().reset()
         self.seen = 0
+
+    def copy(self) -> TitansCache:
+        """Another cache with the same states, graph included: a call replaces states and never changes one."""
+        other = copy.copy(self)
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TitansCache:
+        return self.copy()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Not possible: what a memory has read is part of it."""
+        raise NotImplementedError("a memory cannot take tokens back; keep a copy() of the cache from before them")
 
     def detach(self) -> TitansCache:
         """Cuts the states off from the graph, in place: where truncated backpropagation through time ends."""
@@ -141,45 +154,22 @@ class TitansCache(Cache):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the cache as one safetensors file, under a temporary name first."""
-        from safetensors.torch import save_file
-
-        tensors = {name: x.detach().cpu().contiguous().clone() for name, x in _tensors("", self.states)}
+        tensors = dict(_tensors("", self.states))
         metadata = {
             "format": FORMAT,
             "version": VERSION,
             "config": json.dumps(self.fingerprint),
             "seen": str(self.seen),
             "types": json.dumps(dict(_types("", self.states))),
-            "digest": _digest(tensors),
         }
-        target = Path(path)
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            save_file(tensors, temporary, metadata=metadata)
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_tensors(path, tensors, metadata | {"digest": _digest(tensors, metadata)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TitansCache:
         """Reads a cache written by :meth:`save`; a ``ValueError`` says what is wrong with any other file."""
-        from safetensors import SafetensorError, safe_open
-
-        target = Path(path)
-        if not target.is_file():
-            raise FileNotFoundError(f"{target} does not exist; expected a file written by TitansCache.save")
-        try:
-            with safe_open(target, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{target} cannot be read as a cache: {error}") from error
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{target} is not a cache of a Titans model (its format is {metadata.get('format')!r})")
-        if metadata.get("version") != VERSION:
-            raise ValueError(f"{target} has cache version {metadata.get('version')!r}; this release reads {VERSION!r}")
-        if metadata.get("digest") != _digest(tensors):
-            raise ValueError(f"{target} is damaged: its contents are not what was saved")
+        tensors, metadata = read_tensors(path, device, FORMAT, VERSION, "cache")
+        if metadata.pop("digest", None) != _digest(tensors, metadata):
+            raise ValueError(f"{path} is damaged: its contents are not what was saved")
         try:
             types = json.loads(metadata["types"])
             cache = cls.__new__(cls)
@@ -189,7 +179,7 @@ class TitansCache(Cache):
             Cache.__init__(cache, layers=layers)
             cache.seen = int(metadata["seen"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{target} is damaged: {error!r}") from error
+            raise ValueError(f"{path} is damaged: {error!r}") from error
         return cache
 
 
@@ -239,10 +229,10 @@ def _build(path: str, types: dict[str, str], tensors: dict[str, Tensor]) -> Any:
     return TYPES[kind](**parts)
 
 
-def _digest(tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
+    digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
-        x = tensors[name].cpu().contiguous()
+        x = tensors[name].detach().cpu().contiguous()
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
         digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

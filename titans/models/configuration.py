@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
 
+from titans.models.presets import PRESETS, apply_preset, check_preset
+
 VARIANTS = ("lmm", "mac", "mag", "mal")
 FFNS = ("swiglu", "plain")
 GATES = ("sigmoid", "silu", "multiply", "sum", "memory")
 DEFAULT_GATES = {"mac": "memory"}  # the attention's output reaches the stream anyway
+# the least that whole numbers may be
+LEAST = {
+    "vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1,
+    "segment_size": 1, "window_size": 1, "num_persistent_tokens": 0, "memory_heads": 1, "memory_head_dim": 1,
+    "memory_depth": 1, "memory_chunk_size": 1, "memory_sweeps": 0, "memory_conv_kernel": 0,
+    "memory_checkpoint_every": 1,
+}  # fmt: skip
+# the most that positive numbers may be
+MOST = {
+    "memory_expansion": None, "memory_theta_max": 1, "memory_fixed_theta": 1, "memory_max_norm": None,
+    "rms_norm_eps": None, "initializer_range": None,
+}  # fmt: skip
 
 
 class TitansConfig(PreTrainedConfig):
@@ -26,9 +41,10 @@ class TitansConfig(PreTrainedConfig):
         num_persistent_tokens: learnable tokens of each block (Eq. 19); 0: none.
         use_memory, use_attention: switch either off.
         gate: MAC, MAG: how attention y and memory m, both normalised, are combined: ``"sigmoid"``, y sigmoid(m), the
-            default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``.
+            default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``. None: the
+            default.
         qk_norm: RMSNorm on the attention's queries and keys.
-        preset: the name of the preset that the memory was set up by, see :mod:`titans.models.presets`; only a label.
+        preset: the name of the preset whose memory this is, see :meth:`from_preset`; a label that must be true.
         memory_*: the arguments of :class:`titans.NeuralMemory` with the same names.
         rms_norm_eps: of the last norm.
         initializer_range: standard deviation of the embeddings at the start.
@@ -90,32 +106,23 @@ class TitansConfig(PreTrainedConfig):
     eos_token_id: int | list[int] | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
-        """Fills in what follows from the rest, and checks."""
-        if self.intermediate_size is None:
-            width = 8 * self.hidden_size / 3 if self.ffn == "swiglu" else 4 * self.hidden_size
-            self.intermediate_size = max(1, round(width / 8) * 8)
-        if self.gate is None:
-            self.gate = DEFAULT_GATES.get(self.variant, "sigmoid")
-        self._check()
+        """Checks, and fills in what follows from the rest."""
+        self.check()
         super().__post_init__(**kwargs)
         # whoever holds a config may ask the Auto classes for its model next
         import titans.models.modeling  # noqa: F401
 
-    def _check(self) -> None:
-        for name, known in (("variant", VARIANTS), ("ffn", FFNS), ("gate", GATES)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected one of {', '.join(known)}")
-        if self.preset is not None:
-            from titans.models.presets import check_preset
+    def check(self) -> None:
+        """Raises a ``ValueError`` at a field that makes no sense; fills in ``intermediate_size`` if it is None.
 
-            check_preset(self.preset)
-        least = {name: 1 for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
-        least |= {"intermediate_size": 1, "segment_size": 1, "window_size": 1, "num_persistent_tokens": 0}
-        least |= {"memory_heads": 1, "memory_depth": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < low:
-                raise ValueError(f"{name} is {value!r}; expected a whole number of at least {low}")
+        A config is checked where it is made, and again where a model is made of it: fields may change in between.
+        """
+        self._check_each()
+        if self.intermediate_size is None:
+            width = 8 * self.hidden_size / 3 if self.ffn == "swiglu" else 4 * self.hidden_size
+            self.intermediate_size = max(1, round(width / 8) * 8)
+        if self.preset is not None:
+            check_preset(self.preset, dict(vars(self)))
         if self.variant != "lmm" and self.use_attention and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"num_attention_heads is {self.num_attention_heads} and hidden_size is {self.hidden_size}; "
@@ -132,30 +139,73 @@ class TitansConfig(PreTrainedConfig):
                 "expected attention, or memory_writes=False for a memory that stays as it is"
             )
 
+    def _check_each(self) -> None:
+        """Each field by itself."""
+        from titans.layers.memory import GATES as MEMORY_GATES
+        from titans.layers.memory import HOMES, MODES
+        from titans.ops.inputs import LOSSES
+        from titans.ops.network import ACTIVATIONS
+
+        choices = {
+            "variant": VARIANTS, "ffn": FFNS, "gate": GATES, "memory_mode": MODES, "memory_loss": LOSSES,
+            "memory_activation": ACTIVATIONS, "memory_gates": MEMORY_GATES, "memory_forget_to": HOMES,
+            "preset": PRESETS,
+        }  # fmt: skip
+        for name, kind in TitansConfig.__annotations__.items():
+            value = getattr(self, name)
+            if value is None and kind.endswith("| None"):
+                continue
+            if name in choices and not (isinstance(value, str) and value in choices[name]):
+                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices[name])}")
+            if kind == "bool" and not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; expected True or False")
+            if name in LEAST and not (_is_number(value, int) and value >= LEAST[name]):
+                raise ValueError(f"{name} is {value!r}; expected a whole number of at least {LEAST[name]}")
+            if name in MOST:
+                most = MOST[name]
+                if not (_is_number(value) and value > 0 and (most is None or value <= most)):
+                    expected = "a positive number" if most is None else f"a number in (0, {most}]"
+                    raise ValueError(f"{name} is {value!r}; expected {expected}")
+        alphas = self.memory_fixed_alpha
+        if alphas is not None and not (isinstance(alphas, (list, tuple)) and all(map(_is_number, alphas))):
+            raise ValueError(f"memory_fixed_alpha is {alphas!r}; expected a list of numbers, one a head")
+
     @classmethod
     def from_preset(cls, name: str, **fields: Any) -> TitansConfig:
-        """The description of a model that the memory contains as a special case; ``fields`` are as for the class."""
-        from titans.models.presets import preset_fields
+        """The description of a model that the memory contains as a special case; ``fields`` are as for the class.
 
-        return cls(**preset_fields(name, fields.get("memory_heads", cls.memory_heads)) | fields)
+        Where they change the preset's memory, the config does not bear its name.
+        """
+        return cls(**apply_preset(name, fields, cls.memory_heads))
+
+    @property
+    def effective_gate(self) -> str:
+        """``gate``, or the variant's default."""
+        return DEFAULT_GATES.get(self.variant, "sigmoid") if self.gate is None else self.gate
 
     @property
     def memory_options(self) -> dict[str, Any]:
         """The memory_* fields, by the names that :class:`titans.NeuralMemory` knows them by."""
-        start = "memory_"
-        return {n.removeprefix(start): getattr(self, n) for n in self.__annotations__ if n.startswith(start)}
+        names = [name for name in TitansConfig.__annotations__ if name.startswith("memory_")]
+        return {name.removeprefix("memory_"): getattr(self, name) for name in names}
 
     def fingerprint(self) -> dict[str, Any]:
         """What a cache must agree in with the model that it is given to."""
-        names = [name for name in self.__annotations__ if name not in NOT_IN_CACHE]
-        return dict(json.loads(json.dumps({name: getattr(self, name) for name in names})))
+        general = {field.name for field in dataclasses.fields(PreTrainedConfig)}
+        names = [f.name for f in dataclasses.fields(self) if f.name not in (*general, *NOT_IN_CACHE)]
+        values = {name: getattr(self, name) for name in names} | {"gate": self.effective_gate}
+        return dict(json.loads(json.dumps(values)))
 
 
 # fields that a state does not depend on
 NOT_IN_CACHE = (
-    "model_type", "keys_to_ignore_at_inference", "preset", "vocab_size", "initializer_range", "use_cache",
-    "tie_word_embeddings", "pad_token_id", "bos_token_id", "eos_token_id", "memory_first_order",
-    "memory_checkpoint_every",
+    "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
+    "eos_token_id", "memory_first_order", "memory_checkpoint_every",
 )  # fmt: skip
+
+
+def _is_number(value: Any, kind: Any = (int, float)) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
 
 AutoConfig.register("titans", TitansConfig, exist_ok=True)

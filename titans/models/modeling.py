@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging as python_logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -24,7 +27,7 @@ from titans.layers import (
 )
 from titans.layers.norm import RMSNorm
 from titans.models.cache import TitansCache
-from titans.models.configuration import TitansConfig
+from titans.models.configuration import VARIANTS, TitansConfig
 from titans.ops.frame import Frame, make_frame
 
 HUB_OPTIONS = ("cache_dir", "revision", "token", "subfolder", "local_files_only")
@@ -50,7 +53,7 @@ class MALLayer(GradientCheckpointingLayer, MALBlock):
 def make_layer(config: TitansConfig) -> nn.Module:
     """One block of the model that ``config`` describes."""
     dim = config.hidden_size
-    assert config.intermediate_size is not None and config.gate is not None
+    assert config.intermediate_size is not None
     options: dict[str, Any] = {
         "persistent": config.num_persistent_tokens,
         "ffn": config.ffn,
@@ -63,11 +66,28 @@ def make_layer(config: TitansConfig) -> nn.Module:
     heads, window, qk_norm = config.num_attention_heads, config.window_size, config.qk_norm
     if config.variant == "mac":
         segment = SegmentAttention(dim, heads, config.segment_size, qk_norm=qk_norm) if config.use_attention else None
-        return MACLayer(dim, memory, segment, gate=config.gate, **options)
+        return MACLayer(dim, memory, segment, gate=config.effective_gate, **options)
     attention = WindowAttention(dim, heads, window, qk_norm=qk_norm) if config.use_attention else None
     if config.variant == "mag":
-        return MAGLayer(dim, memory, attention, gate=config.gate, **options)
-    return MALLayer(dim, memory, attention, **options)
+        return MAGLayer(dim, memory, attention, gate=config.effective_gate, **options)
+    if config.variant == "mal":
+        return MALLayer(dim, memory, attention, **options)
+    raise ValueError(f"variant is {config.variant!r}; expected one of {', '.join(VARIANTS)}")
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Holds back the table of misfits that transformers logs: :meth:`from_pretrained` says it in one sentence."""
+
+    def keep(record: python_logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter = python_logging.getLogger("transformers.modeling_utils")
+    reporter.addFilter(keep)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(keep)
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -79,6 +99,10 @@ class TitansPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LMMLayer", "MACLayer", "MAGLayer", "MALLayer"]
     _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
+
+    def __init__(self, config: TitansConfig) -> None:
+        config.check()
+        super().__init__(config)
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
@@ -96,7 +120,7 @@ class TitansPreTrainedModel(PreTrainedModel):
         """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded."""
         path = pretrained_model_name_or_path
         given = kwargs.get("config")
-        if isinstance(given, TitansConfig):
+        if isinstance(given, TitansConfig) and path is not None:
             hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
             variant = TitansConfig.get_config_dict(path, **hub)[0].get("variant", given.variant)
             if variant != given.variant:
@@ -105,19 +129,22 @@ class TitansPreTrainedModel(PreTrainedModel):
                 )
         want_info = kwargs.pop("output_loading_info", False)
         problems = ["missing_keys", "unexpected_keys"]
+        silence = nullcontext if kwargs.get("ignore_mismatched_sizes") else _without_load_report
         if not kwargs.get("ignore_mismatched_sizes"):
             problems.append("mismatched_keys")
             kwargs["ignore_mismatched_sizes"] = True
         try:
-            model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+            with silence():
+                model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
         except SafetensorError as error:
             raise ValueError(f"{path} has weights that cannot be read: {error}") from error
         for problem in problems:
             keys = sorted(key if isinstance(key, str) else key[0] for key in info[problem])
             if keys:
                 kind = problem.removesuffix("_keys")
+                source = "state_dict" if path is None else path
                 raise ValueError(
-                    f"{path} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
+                    f"{source} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
                 )
         return (model, info) if want_info else model
 
@@ -165,6 +192,11 @@ class TitansModel(TitansPreTrainedModel):
             assert input_ids is not None
             self._check_ids(input_ids)
             inputs_embeds = self.embed_tokens(input_ids)
+        elif inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
+            raise ValueError(
+                f"inputs_embeds has shape {tuple(inputs_embeds.shape)}; "
+                f"expected (batch, time, {self.config.hidden_size})"
+            )
         x = self.embed_norm(inputs_embeds)
         batch, time = x.shape[:2]
         cache = past_key_values
@@ -207,6 +239,10 @@ class TitansModel(TitansPreTrainedModel):
         return output if wants_dict else output.to_tuple()
 
     def _check_ids(self, ids: Tensor) -> None:
+        if ids.ndim != 2:
+            raise ValueError(f"input_ids has shape {tuple(ids.shape)}; expected (batch, time)")
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"input_ids has dtype {ids.dtype}; expected int64 or int32")
         if ids.numel() and ids.device.type != "meta":
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.config.vocab_size:

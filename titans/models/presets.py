@@ -46,16 +46,28 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-def check_preset(name: str) -> None:
-    """Raises a ``ValueError`` that lists the presets if there is none of that name."""
-    if name not in PRESETS:
-        raise ValueError(f"preset is {name!r}; expected one of {', '.join(PRESETS)}")
+def apply_preset(name: str, fields: dict[str, Any], memory_heads: int) -> dict[str, Any]:
+    """``fields`` over what a preset sets, under its name only if none of them changes the preset's memory."""
+    own = preset_fields(name, fields.get("memory_heads", memory_heads))
+    kept = all(fields[field] == own[field] for field in own.keys() & fields.keys() if field.startswith("memory_"))
+    return own | fields | ({} if kept else {"preset": None})
+
+
+def check_preset(name: str, fields: dict[str, Any]) -> None:
+    """Raises a ``ValueError`` if the memory that all fields of a config describe is not that of the preset."""
+    for field, expected in preset_fields(name, fields["memory_heads"]).items():
+        if field.startswith("memory_") and fields[field] != expected:
+            raise ValueError(
+                f"preset is {name!r} and {field} is {fields[field]!r}; "
+                f"expected {expected!r}, or TitansConfig.from_preset, which sets what belongs to a preset"
+            )
 
 
 def preset_fields(name: str, memory_heads: int) -> dict[str, Any]:
     """What a preset sets of :class:`titans.TitansConfig`."""
-    check_preset(name)
+    if name not in PRESETS:
+        raise ValueError(f"preset is {name!r}; expected one of {', '.join(PRESETS)}")
     fields = PRESETS[name] | {"preset": name}
-    if name == "retnet":  # gamma = 1 - 2^(-5 - head)
+    if name == "retnet" and isinstance(memory_heads, int):  # gamma = 1 - 2^(-5 - head)
         fields["memory_fixed_alpha"] = [2.0 ** (-5 - head) for head in range(memory_heads)]
     return fields

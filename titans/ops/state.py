@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -111,11 +111,6 @@ class MemoryState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the state as one safetensors file, under a temporary name first."""
-        from safetensors.torch import save_file
-
-        target = Path(path)
-        if not target.parent.is_dir():
-            raise FileNotFoundError(f"{target.parent} does not exist; expected a folder to write {target.name} into")
         tensors = {"position": self.position}
         groups = {"weights": self.weights, "momentum": self.momentum, "conv": self.conv}
         if self.anchor is not self.weights:
@@ -124,34 +119,13 @@ class MemoryState:
             tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(group)}
         if self.gram is not None:
             tensors["gram"] = self.gram
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-        try:
-            save_file(tensors, temporary, metadata={"format": FORMAT, "version": VERSION})
-            os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        write_tensors(path, tensors, {"format": FORMAT, "version": VERSION})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> MemoryState:
         """Reads a state written by :meth:`save`; a ``ValueError`` says what is wrong with any other file."""
-        from safetensors import SafetensorError, safe_open
-
         target = Path(path)
-        if not target.is_file():
-            raise FileNotFoundError(f"{target} does not exist; expected a file written by MemoryState.save")
-        try:
-            with safe_open(target, framework="pt", device=str(device)) as file:
-                metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{target} cannot be read as a memory state: {error}") from error
-        if metadata.get("format") != FORMAT:
-            raise ValueError(f"{target} is not a memory state (its format is {metadata.get('format')!r})")
-        if metadata.get("version") != VERSION:
-            raise ValueError(
-                f"{target} has memory state version {metadata.get('version')!r}; this release reads {VERSION!r}"
-            )
+        tensors, _ = read_tensors(target, device, FORMAT, VERSION, "memory state")
 
         def group(name: str) -> tuple[Tensor, ...]:
             count = sum(key.startswith(f"{name}.") for key in tensors)
@@ -184,3 +158,42 @@ class MemoryState:
             gram=gram,
             conv=conv,
         )
+
+
+def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+    """Writes tensors and words about them as one safetensors file, under a temporary name first."""
+    from safetensors.torch import save_file
+
+    target = Path(path)
+    if not target.parent.is_dir():
+        raise FileNotFoundError(f"{target.parent} does not exist; expected a folder to write {target.name} into")
+    owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+    try:
+        save_file(owned, temporary, metadata=metadata)
+        os.replace(temporary, target)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def read_tensors(
+    path: str | os.PathLike[str], device: torch.device | str, form: str, version: str, what: str
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """The inverse of :func:`write_tensors`, for files whose metadata has this ``format`` and ``version``."""
+    from safetensors import SafetensorError, safe_open
+
+    target = Path(path)
+    if not target.is_file():
+        writer = f"{form.removeprefix('titans.')}.save"
+        raise FileNotFoundError(f"{target} does not exist; expected a file written by {writer}")
+    try:
+        with safe_open(target, framework="pt", device=str(device)) as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{target} cannot be read as a {what}: {error}") from error
+    if metadata.get("format") != form:
+        raise ValueError(f"{target} is not a {what} (its format is {metadata.get('format')!r})")
+    if metadata.get("version") != version:
+        raise ValueError(f"{target} has {what} version {metadata.get('version')!r}; this release reads {version!r}")
+    return tensors, metadata
