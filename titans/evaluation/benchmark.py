@@ -15,6 +15,7 @@ import platform
 import statistics
 import subprocess
 import sys
+import textwrap
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -328,7 +329,7 @@ def speed_axes(count: int, title: str) -> tuple[Figure, list[Axes]]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(1, count, figsize=(5.5 * count, 5), sharey=True, squeeze=False, layout="constrained")
-    figure.suptitle(title, fontsize=10)
+    figure.suptitle("\n".join(textwrap.wrap(title, 75 * count)), fontsize=10)
     return figure, list(axes[0])
 
 
