@@ -130,7 +130,9 @@ def test_every_parameter_of_a_new_model_gets_a_gradient_that_is_not_zero(kind: s
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", [*VARIANTS, "ttt-mlp"])
-def test_gradient_checkpointing_gives_identical_gradients_and_no_cache(kind: str, reentrant: bool) -> None:
+def test_gradient_checkpointing_gives_identical_gradients_and_no_cache(
+    kind: str, reentrant: bool, either_way: str
+) -> None:
     ids = tokens(TIME)
     gradients = []
     for checkpointing in (False, True):

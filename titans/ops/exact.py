@@ -320,7 +320,8 @@ class _FixedPoint(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        point, tensors = ctx.saved_tensors[: ctx.count], ctx.saved_tensors[ctx.count :]
+        saved = ctx.saved_tensors  # once: gradient checkpointing unpacks them once
+        point, tensors = saved[: ctx.count], saved[ctx.count :]
         with torch.enable_grad():
             leaves = [
                 x.detach().requires_grad_(need) for x, need in zip(tensors, ctx.needs_input_grad[3:], strict=True)
