@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.dual import Carry, Rule, Tensors, Tokens, split_rest
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, takes
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, split_results, takes
 
 SEGMENT = 64  # tokens between two states that the backward pass keeps, if chunks are shorter
 
@@ -51,10 +51,7 @@ def run_chunked(rule: Rule, tile: int, carry: Carry, tokens: Tokens, every: int 
         tokens.q, tokens.k, tokens.v, tokens.theta, tokens.alpha, tokens.eta,
         *carry.weights, *carry.momentum, *split_rest(tokens.rest, carry.weights),
     )  # fmt: skip
-    count = 3 if rule.surprise else 1
-    outputs, state = results[:count], results[count:]
-    if rule.surprise:
-        outputs = (outputs[0], rule.scale**2 * outputs[1], outputs[2])
+    outputs, state = split_results(rule, results)
     depth = len(carry.weights)
     return Carry(state[:depth], state[depth:], (), None), outputs
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens, split_rest
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, takes
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, split_results, takes
 
 SEGMENT = 32  # tokens between two states that the backward pass keeps
 
@@ -64,10 +64,7 @@ def run_exact(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tup
         tokens.q, tokens.k, tokens.v, rule.scale * tokens.theta, tokens.alpha, tokens.eta,
         *weights, *carry.momentum, *rest,
     )  # fmt: skip
-    count = 3 if rule.surprise else 1
-    outputs, state = results[:count], results[count:]
-    if rule.surprise:
-        outputs = (outputs[0], rule.scale**2 * outputs[1], outputs[2])
+    outputs, state = split_results(rule, results)
     depth = len(weights)
     away = tuple(w - r for w, r in zip(state[:depth], rest, strict=True)) if rest else state[:depth]
     return Carry(away, state[depth:], (), None), outputs
@@ -86,8 +83,8 @@ class _NativeExact(torch.autograd.Function):
         state = [w.clone(memory_format=torch.contiguous_format) for w in groups[: sum(counts)]]
         rest = [w.contiguous() for w in groups[sum(counts) :]]
         weights, momentum = state[:depth], state[depth:]
-        settings, inputs, kept = _describe(rule, tile, live, ends, weights, tokens, rest)
-        n, slots = kept[0].shape[:2]
+        settings, inputs = _describe(rule, tile, live, ends, weights, tokens, rest)
+        n, slots = settings.rows, settings.tokens
         needs = any(ctx.needs_input_grad)
         saved = [w.new_empty(n, -(-slots // SEGMENT), *w.shape[1:]) for w in state] if needs else []
         y = weights[0].new_empty(n, slots, weights[-1].shape[1])
@@ -112,7 +109,7 @@ class _NativeExact(torch.autograd.Function):
         depth, total = ctx.counts[0], sum(ctx.counts)
         others = list(stored)
         rest, saved = others[: len(others) - total], others[len(others) - total :]
-        settings, inputs, kept = _describe(
+        settings, inputs = _describe(
             ctx.rule, ctx.tile, ctx.live, ctx.ends, [w[:, 0] for w in saved[:depth]], tokens, rest
         )
         count = 3 if ctx.rule.surprise else 1
@@ -122,7 +119,7 @@ class _NativeExact(torch.autograd.Function):
         to_tokens = [None if x is None else torch.empty_like(x) for x in tokens]
         to_rest = [torch.zeros_like(r) for r in rest]
         call(
-            "titans_exact_backward", kept[0].dtype, ctypes.byref(settings), ctypes.byref(inputs),
+            "titans_exact_backward", state[0].dtype, ctypes.byref(settings), ctypes.byref(inputs),
             addresses(saved[:depth]), addresses(saved[depth:]),
             address(outputs[0]), address(gradient), address(loss), addresses(state[:depth]),
             addresses(state[depth:]), *(address(x) for x in to_tokens), addresses(to_rest),
@@ -138,8 +135,8 @@ def _describe(
     weights: Sequence[Tensor],
     tokens: Sequence[Tensor | None],
     rest: Sequence[Tensor],
-) -> tuple[_Settings, _Inputs, list[Tensor]]:
-    """The call's description for C, and the tensors that must outlive it."""
+) -> tuple[_Settings, _Inputs]:
+    """The call's description for C; the tensors must outlive it."""
     k, v = tokens[1], tokens[2]
     assert k is not None and v is not None
     settings = _Settings(
@@ -155,4 +152,4 @@ def _describe(
         *(address(x) for x in (*tokens, live, ends)),
         addresses(rest),
     )
-    return settings, inputs, [k, v]
+    return settings, inputs

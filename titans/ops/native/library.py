@@ -24,6 +24,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
+from titans.ops.dual import Rule
+
 FOLDER = Path(__file__).parent
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros")
@@ -118,3 +120,11 @@ def integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
 def plain(tensors: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
     """The same tensors, detached and contiguous."""
     return (None if x is None else x.detach().contiguous() for x in tensors)
+
+
+def split_results(rule: Rule, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    """What a rule's loop returned, as ``run_tiles`` would: (y,) or (y, ||u||^2, l), and the state's tensors."""
+    if not rule.surprise:
+        return results[:1], results[1:]
+    y, gradient, loss, *state = results
+    return (y, rule.scale**2 * gradient, loss), tuple(state)
