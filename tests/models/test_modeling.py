@@ -130,7 +130,7 @@ def test_every_parameter_of_a_new_model_gets_a_gradient_that_is_not_zero(kind: s
 
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("kind", [*VARIANTS, "ttt-mlp"])
-def test_gradient_checkpointing_gives_identical_gradients_and_no_cache(
+def test_gradient_checkpointing_gives_identical_gradients_and_a_cache_unless_reentrant(
     kind: str, reentrant: bool, either_way: str
 ) -> None:
     ids = tokens(TIME)
@@ -140,8 +140,11 @@ def test_gradient_checkpointing_gives_identical_gradients_and_no_cache(
         if checkpointing:
             made.gradient_checkpointing_enable({"use_reentrant": reentrant})
         output = made(ids, labels=ids, use_cache=True)
-        assert (output.past_key_values is None) == checkpointing
-        output.loss.backward()
+        assert (output.past_key_values is None) == (checkpointing and reentrant)
+        loss = output.loss
+        if not reentrant:  # the graph goes on through the cache
+            loss = loss + made(ids, labels=ids, past_key_values=output.past_key_values).loss
+        loss.backward()
         gradients.append([p.grad for p in made.parameters()])
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
 
@@ -157,6 +160,43 @@ def test_gradients_flow_through_a_cache_unless_it_is_detached(kind: str) -> None
     embeddings.grad = None
     made(ids[:, 10:], past_key_values=cache.detach()).logits.square().sum().backward()
     assert embeddings.grad is None
+
+
+@every_kind
+def test_rows_that_restart_read_as_new_sequences_and_the_others_go_on(kind: str) -> None:
+    """Outputs, states and gradients equal those of each row by itself."""
+    for first, second in ((11, 10), (SEGMENT, SEGMENT), (3, 1)):
+        made = model(kind)
+        ids, new = tokens(first, batch=3), tokens(second, batch=3, seed=7)
+        rows = torch.tensor([False, True, False])
+        cache = made(ids, use_cache=True).past_key_values
+        together = made(new, past_key_values=cache, use_cache=True, restart=rows)
+        after = made(new, past_key_values=together.past_key_values.copy(), use_cache=True).logits
+        together.logits.square().sum().backward()
+        gradients = [p.grad.clone() for p in made.parameters() if p.grad is not None]
+        made.zero_grad()
+
+        total = torch.zeros((), dtype=torch.float64)
+        for row, restarts in enumerate(rows.tolist()):
+            cache = None if restarts else made(ids[row : row + 1], use_cache=True).past_key_values
+            alone = made(new[row : row + 1], past_key_values=cache, use_cache=True)
+            torch.testing.assert_close(together.logits[row : row + 1], alone.logits, rtol=0, atol=1e-9)
+            again = made(new[row : row + 1], past_key_values=alone.past_key_values.copy()).logits
+            torch.testing.assert_close(after[row : row + 1], again, rtol=0, atol=1e-9)
+            total = total + alone.logits.square().sum()
+        total.backward()
+        expected = [p.grad for p in made.parameters() if p.grad is not None]
+        for got, wanted in zip(gradients, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0, atol=1e-8 * max(1.0, float(wanted.abs().max())))
+
+
+@every_kind
+def test_every_parameter_takes_part_whichever_rows_restart(kind: str) -> None:
+    made = model(kind)
+    ids = tokens(TIME)
+    cache = made(ids, use_cache=True).past_key_values.detach()
+    made(ids, past_key_values=cache, restart=torch.zeros(len(ids), dtype=torch.bool)).logits.square().sum().backward()
+    assert [name for name, p in made.named_parameters() if p.grad is None] == []
 
 
 @every_variant

@@ -78,6 +78,10 @@ class WindowState(_State):
         empty = torch.zeros(batch_size, heads, 0, head_dim, dtype=dtype, device=device)
         return cls(torch.zeros(batch_size, dtype=torch.int64, device=device), empty, empty)
 
+    def reset(self, rows: Tensor) -> WindowState:
+        """Forgets the sequences where ``rows`` (batch,) bool is True."""
+        return self.map(lambda x: x.masked_fill(rows.view(-1, *(1,) * (x.ndim - 1)), 0))
+
 
 @dataclass(frozen=True)
 class SegmentState(_State):

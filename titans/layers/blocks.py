@@ -1,7 +1,8 @@
 """The paper's four architectures as residual blocks: memory alone, as context, as a gate, as a layer.
 
-Every block is called as ``x, state = block(x, state, mask)`` with x (batch, time, dim), the state of the call before
-(None: the sequence starts), and mask (batch, time) bool, False for padding, which stands after a row's tokens.
+Every block is called as ``x, state = block(x, state, mask, restart)`` with x (batch, time, dim), the state of the call
+before (None: the sequence starts), mask (batch, time) bool, False for padding, which stands after a row's tokens, and
+restart (batch,) bool, True for rows that start a new sequence here, whatever their state says.
 """
 
 from __future__ import annotations
@@ -193,6 +194,31 @@ class Block(nn.Module):
         y, state = self.memory(x, None, None if mask is None else F.pad(mask, (count, 0), value=True))
         return y[:, count:], state
 
+    def _memory_prefix(self) -> Tensor | None:
+        """The persistent tokens that the memory reads first."""
+        return self._prefix(self.attention_norm if self.memory_norm is None else self.memory_norm)
+
+    def _restarted(self, state: BlockState | None, rows: Tensor | None) -> BlockState | None:
+        """``state`` with the sequences where ``rows`` is True back at their start, learned parts in the graph.
+
+        Every parameter takes part, whichever rows start: processes that train together need the same of each other.
+        """
+        if state is None or rows is None:
+            return state
+        memory, start = state.memory, state.start
+        if self.memory is not None and memory is not None:
+            fresh, prefix = self.memory.init_state(1), self._memory_prefix()
+            if prefix is not None:
+                _, fresh = self.memory(prefix.unsqueeze(0), None)
+            fresh = fresh.map(lambda x: x.expand(len(rows), *x.shape[1:]))
+            memory = fresh.where(rows, memory)
+            if start:
+                pairs = zip(fresh.weights, start, strict=True)
+                start = tuple(torch.where(rows.view(-1, 1, 1, 1), new, old) for new, old in pairs)
+        attention = None if state.attention is None else state.attention.reset(rows)
+        conv = None if state.conv is None else state.conv.masked_fill(rows.view(-1, 1, 1), 0)
+        return BlockState(memory, attention, start, conv)
+
     def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.ffn(self.ffn_norm(x))
 
@@ -218,10 +244,14 @@ class LMMBlock(Block):
         super().__init__(dim, memory, None, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
 
     def forward(
-        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: BlockState | None = None,
+        mask: Tensor | None = None,
+        restart: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
-        state = state or BlockState()
+        state = self._restarted(state, restart) or BlockState()
         assert self.memory_norm is not None
         y, memory = self._remember(self.memory_norm(x), self._prefix(self.memory_norm), state.memory, mask)
         return self._feed_forward(x + y), BlockState(memory)
@@ -264,9 +294,14 @@ class MACBlock(Block):
         )
 
     def forward(
-        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: BlockState | None = None,
+        mask: Tensor | None = None,
+        restart: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
+        state = self._restarted(state, restart)
         if self.attention is None:
             assert self.memory_norm is not None
             y, memory = self._remember(self.memory_norm(x), None, state.memory if state else None, mask)
@@ -305,6 +340,9 @@ class MACBlock(Block):
             y, state = self._segment(padded.gather(1, index), state, live)
             out = out.scatter(1, index, y)
         return self._feed_forward(out[:, :time]), state
+
+    def _memory_prefix(self) -> None:
+        """None: the persistent tokens stand before the segments."""
 
     def _start(self, batch_size: int) -> BlockState:
         assert isinstance(self.attention, SegmentAttention)
@@ -372,10 +410,14 @@ class MAGBlock(Block):
             self.memory_norm = None  # both see the same
 
     def forward(
-        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: BlockState | None = None,
+        mask: Tensor | None = None,
+        restart: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
-        state = state or BlockState()
+        state = self._restarted(state, restart) or BlockState()
         norm = self.attention_norm if self.attention_norm is not None else self.memory_norm
         assert norm is not None
         normed, prefix = norm(x), self._prefix(norm)
@@ -412,10 +454,14 @@ class MALBlock(Block):
         super().__init__(dim, memory, attention, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
 
     def forward(
-        self, x: Tensor, state: BlockState | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        state: BlockState | None = None,
+        mask: Tensor | None = None,
+        restart: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
-        state = state or BlockState()
+        state = self._restarted(state, restart) or BlockState()
         if self.memory_norm is not None:
             m, memory = self._remember(self.memory_norm(x), self._prefix(self.memory_norm), state.memory, mask)
             x, state = x + m, replace(state, memory=memory)  # Eq. 30

@@ -172,6 +172,7 @@ class TitansModel(TitansPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        restart: Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Reads a stretch of a batch of sequences.
@@ -182,6 +183,7 @@ class TitansModel(TitansPreTrainedModel):
                 wherever it stands.
             past_key_values: what went before, changed by the call if ``use_cache``.
             use_cache: whether to return a cache to go on from; default: as the config says, but not in training.
+            restart: (batch,) bool, True for the sequences that start anew here, whatever the cache has of them.
 
         Returns:
             the last hidden states (0 at padding), the cache, and the hidden states before and after every block.
@@ -205,9 +207,13 @@ class TitansModel(TitansPreTrainedModel):
                 raise ValueError(f"past_key_values is a {type(cache).__name__}; expected a TitansCache")
             cache.check(self.config, batch)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
-        if use_cache and self.gradient_checkpointing and self.training:
-            logger.warning_once("use_cache does not go with gradient checkpointing: no cache is returned")
+        if use_cache and self.training and self._checkpoints_reentrantly():
+            logger.warning_once("use_cache does not go with reentrant gradient checkpointing: no cache is returned")
             use_cache = False
+        if restart is not None and (tuple(restart.shape) != (batch,) or restart.dtype != torch.bool):
+            raise ValueError(
+                f"restart has shape {tuple(restart.shape)} and dtype {restart.dtype}; expected ({batch},) and bool"
+            )
 
         frame, mask = self._compact(x, attention_mask)
         if frame is not None:
@@ -220,7 +226,7 @@ class TitansModel(TitansPreTrainedModel):
         states: list[BlockState] = []
         before = cache.states if cache is not None else [None] * len(self.layers)
         for layer, state in zip(self.layers, before, strict=True):
-            x, after = layer(x, state, mask)
+            x, after = layer(x, state, mask, restart)
             if use_cache:
                 states.append(after)
             if output_hidden_states:
@@ -237,6 +243,12 @@ class TitansModel(TitansPreTrainedModel):
         )
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
+
+    def _checkpoints_reentrantly(self) -> bool:
+        """Whether gradient checkpointing is on in the older way, which cuts states off from the graph."""
+        function = getattr(self.layers[0], "_gradient_checkpointing_func", None)
+        keywords = getattr(function, "keywords", {})
+        return bool(self.layers[0].gradient_checkpointing and keywords.get("use_reentrant", False))
 
     def _check_ids(self, ids: Tensor) -> None:
         if ids.ndim != 2:
@@ -291,6 +303,7 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        restart: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """As :meth:`TitansModel.forward`, and:
@@ -300,7 +313,14 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             logits_to_keep: how many logits to return, counted from the end, or which; 0: all of them.
         """
         output = self.model(
-            input_ids, attention_mask, past_key_values, inputs_embeds, use_cache, output_hidden_states, return_dict=True
+            input_ids,
+            attention_mask,
+            past_key_values,
+            inputs_embeds,
+            use_cache,
+            output_hidden_states,
+            return_dict=True,
+            restart=restart,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         logits = self.lm_head(output.last_hidden_state[:, kept])

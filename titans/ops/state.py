@@ -102,6 +102,33 @@ class MemoryState:
             )
         return self.map(lambda x: x.index_select(0, indices.to(x.device)))
 
+    def where(self, rows: Tensor, other: MemoryState) -> MemoryState:
+        """This state in the sequences where ``rows`` (batch,) bool is True, and ``other`` in the rest."""
+
+        def choose(mine: Tensor, theirs: Tensor) -> Tensor:
+            if not any(mine.stride()) and not any(theirs.stride()) and mine.numel():  # one number stands for all of them
+                return theirs
+            return torch.where(rows.view(-1, *(1,) * (mine.ndim - 1)), mine, theirs.to(mine.dtype))
+
+        def each(mine: Sequence[Tensor], theirs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+            return tuple(choose(a, b) for a, b in zip(mine, theirs, strict=True))
+
+        weights = each(self.weights, other.weights)
+        whole = self.anchor is self.weights and other.anchor is other.weights
+        gram, gram_other = self.gram, other.gram
+        if gram is None and gram_other is not None:
+            gram = torch.zeros_like(gram_other)
+        if gram is not None and gram_other is None:
+            gram_other = torch.zeros_like(gram)
+        return MemoryState(
+            weights=weights,
+            momentum=each(self.momentum, other.momentum),
+            anchor=weights if whole else each(self.anchor, other.anchor),
+            position=choose(self.position, other.position),
+            gram=None if gram is None or gram_other is None else choose(gram, gram_other),
+            conv=each(self.conv, other.conv),
+        )
+
     def norms(self) -> dict[str, Tensor]:
         """Frobenius norms of weights and momentum, each (layers, batch, heads)."""
         return {
