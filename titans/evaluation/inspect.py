@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoTokenizer
-from transformers.utils import logging
 
 from titans.layers import NeuralMemory
+from titans.layers.record import GATES, MemoryRecord, record_memory
 from titans.models import PRESETS, TitansCache, TitansConfig, TitansForCausalLM, build
 from titans.models.configuration import VARIANTS
-from titans.ops import MemoryState, Surprise
+from titans.models.loading import load_folder, read_config, sentence
 from titans.ops.attention import segment_visible, window_visible
 
-GATES = ("theta", "alpha", "eta")
 BYTES = 256  # the vocabulary of a model that reads bytes
 PIECE = 256  # tokens of a call at most: what the model needs does not grow with the text
 POINTS = 120  # stations along a text at which norms are taken, at least, if it has as many tokens
 FRESH_SIZE = "1m"  # of the model that a variant's name stands for
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 # what a cell of a mask's picture says of a query and a key
 HIDDEN, SEEN, REMEMBERED = range(3)
 PICTURE_TOKENS, PICTURE_SPAN, PICTURE_PERSISTENT = 24, 8, 4  # lengths in the picture, where the model's are longer
@@ -114,58 +109,6 @@ class Inspection:
     stations: list[int]
     layers: list[LayerTrace]
     mask: MaskPicture
-
-
-@dataclass
-class MemoryRecord:
-    """What a memory did while :func:`record_memory` listened, one item a call; tensors are (batch, heads, time)."""
-
-    gates: list[dict[str, Tensor]] = field(default_factory=list)
-    surprise: list[Surprise] = field(default_factory=list)
-    state: MemoryState | None = None  # after the last call
-
-    def clear(self) -> None:
-        """Forgets the calls; the state stays."""
-        self.gates.clear()
-        self.surprise.clear()
-
-
-@contextmanager
-def record_memory(model: nn.Module) -> Iterator[list[MemoryRecord]]:
-    """While the context is open, every memory of ``model`` tells what it does; its outputs stay the same."""
-    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
-    records = [MemoryRecord() for _ in memories]
-
-    def listen(memory: NeuralMemory, record: MemoryRecord) -> None:
-        run = memory._run
-
-        def recorded(
-            q: Tensor,
-            k: Tensor,
-            v: Tensor,
-            theta: Tensor,
-            alpha: Tensor | None,
-            eta: Tensor | None,
-            state: MemoryState,
-            mask: Tensor | None,
-            return_surprise: bool,
-        ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
-            y, after, surprise = run(q, k, v, theta, alpha, eta, state, mask, True)  # type: ignore[misc]
-            gates = zip(GATES, (theta, alpha, eta), strict=True)
-            record.gates.append({name: gate.detach() for name, gate in gates if gate is not None})
-            record.surprise.append(Surprise(*(part.detach() for part in surprise)))
-            record.state = after
-            return (y, after, surprise) if return_surprise else (y, after)
-
-        memory._run = recorded  # type: ignore[method-assign]
-
-    try:
-        for memory, record in zip(memories, records, strict=True):
-            listen(memory, record)
-        yield records
-    finally:
-        for memory in memories:
-            memory.__dict__.pop("_run", None)
 
 
 @torch.no_grad()
@@ -320,12 +263,8 @@ def load_subject(name: str, seed: int = 0) -> Subject:
     fresh = (*VARIANTS, *PRESETS)
     if path.is_dir():
         _read_config(path / "config.json")
-        with _quiet():
-            try:
-                model = TitansForCausalLM.from_pretrained(path, local_files_only=True)
-            except Exception as error:  # a damaged file raises whatever its reader raises
-                raise ValueError(f"{name} cannot be loaded: {_sentence(error)}") from error
-            return Subject(model.eval(), _load_tokenizer(path), name, fresh=False)
+        model, tokenizer = load_folder(path)
+        return Subject(model, tokenizer, name, fresh=False)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if path.is_file():
@@ -333,7 +272,7 @@ def load_subject(name: str, seed: int = 0) -> Subject:
             try:
                 made = TitansForCausalLM(TitansConfig.from_dict(fields))
             except Exception as error:  # a field of the wrong kind raises whatever first trips over it
-                raise ValueError(f"{name} does not describe a model: {_sentence(error)}") from error
+                raise ValueError(f"{name} does not describe a model: {sentence(error)}") from error
         elif name in fresh:
             made = build(name, FRESH_SIZE)
         else:
@@ -344,43 +283,11 @@ def load_subject(name: str, seed: int = 0) -> Subject:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} is not there; expected a folder written by save_pretrained")
-    try:
-        fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {_sentence(error)}") from error
-    kind = fields.get("model_type") if isinstance(fields, dict) else None
+    fields = read_config(path)
+    kind = fields.get("model_type")
     if kind != "titans":
         raise ValueError(f"{path} has model_type {kind!r}; expected the config of a Titans model, 'titans'")
-    return dict(fields)
-
-
-def _load_tokenizer(folder: Path) -> Any:
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        return None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # as above
-        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {_sentence(error)}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Transformers without progress bars and warnings: what matters of them comes as an error."""
-    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if had_bars:
-            logging.enable_progress_bar()
-
-
-def _sentence(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+    return fields
 
 
 def tokenize_bytes(data: bytes) -> list[Token]:

@@ -106,7 +106,9 @@ class MemoryState:
         """This state in the sequences where ``rows`` (batch,) bool is True, and ``other`` in the rest."""
 
         def choose(mine: Tensor, theirs: Tensor) -> Tensor:
-            if not any(mine.stride()) and not any(theirs.stride()) and mine.numel():  # one number stands for all of them
+            if (
+                not any(mine.stride()) and not any(theirs.stride()) and mine.numel()
+            ):  # one number stands for all of them
                 return theirs
             return torch.where(rows.view(-1, *(1,) * (mine.ndim - 1)), mine, theirs.to(mine.dtype))
 

@@ -1,0 +1,48 @@
+"""`titans train`: a model from prepared data, by a YAML file and flags over its fields."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+
+def train(
+    context: typer.Context,
+    config: Annotated[
+        Path | None, typer.Argument(help="YAML file with the fields of the run; see configs/train/.")
+    ] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the output.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
+    fields: Annotated[bool, typer.Option("--fields", help="List every field with its default, and exit.")] = False,
+) -> None:
+    """Train a model. Every field of the YAML file is also a flag: --learning-rate 1e-3 --model.size 10m."""
+    missing = [name for name in ("transformers", "datasets", "yaml") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise typer.BadParameter(f"train needs {missing[0]}: pip install 'titan-memory[train]'.")
+
+    from titans.training.config import describe_fields, load_config
+
+    if fields:
+        typer.echo(describe_fields())
+        return
+    flags = list(context.args)
+    if config is not None and str(config).startswith("--"):
+        flags, config = [str(config), *flags], None
+    try:
+        settings = load_config(config, flags)
+
+        from titans.training.run import train as run
+
+        result = run(settings, resume=resume, overwrite=overwrite)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    if result.finished:
+        typer.echo(f"Model: {result.output}")
+        if "eval_loss" in result.metrics:
+            loss, perplexity = result.metrics["eval_loss"], result.metrics["eval_perplexity"]
+            typer.echo(f"Validation loss {loss:.4f}, perplexity {perplexity:.2f}.")

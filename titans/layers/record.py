@@ -1,0 +1,85 @@
+"""Listens to the memories of a model while it reads: gates, surprise and states of every call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titans.layers.memory import NeuralMemory
+from titans.ops import MemoryState, Surprise
+
+GATES = ("theta", "alpha", "eta")
+
+
+@dataclass
+class MemoryRecord:
+    """What a memory did while :func:`record_memory` listened, one item a call; tensors are (batch, heads, time)."""
+
+    gates: list[dict[str, Tensor]] = field(default_factory=list)
+    surprise: list[Surprise] = field(default_factory=list)
+    state: MemoryState | None = None  # after the last call
+
+    def clear(self) -> None:
+        """Forgets the calls; the state stays."""
+        self.gates.clear()
+        self.surprise.clear()
+
+
+@contextmanager
+def record_memory(model: nn.Module) -> Iterator[list[MemoryRecord]]:
+    """While the context is open, every memory of ``model`` tells what it does; its outputs stay the same."""
+    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    records = [MemoryRecord() for _ in memories]
+
+    def listen(memory: NeuralMemory, record: MemoryRecord) -> None:
+        run: Callable[..., Any] = memory._run
+
+        def recorded(*arguments: Any) -> Any:
+            *inputs, return_surprise = arguments
+            y, after, surprise = run(*inputs, True)
+            gates = zip(GATES, inputs[3:6], strict=True)
+            record.gates.append({name: gate.detach() for name, gate in gates if gate is not None})
+            record.surprise.append(Surprise(*(part.detach() for part in surprise)))
+            record.state = after
+            return (y, after, surprise) if return_surprise else (y, after)
+
+        memory._run = recorded  # type: ignore[method-assign, assignment]
+
+    try:
+        for memory, record in zip(memories, records, strict=True):
+            listen(memory, record)
+        yield records
+    finally:
+        for memory in memories:
+            memory.__dict__.pop("_run", None)
+
+
+@torch.no_grad()
+def summarise(memory: NeuralMemory, record: MemoryRecord) -> dict[str, float]:
+    """What a memory did in one recorded pass, as means over tokens, heads and sequences.
+
+    theta, alpha, eta: the gates it has; surprise: the norm of the gradient of each token; norm: of the memory's
+    weights at the end, all layers and heads together; moved: the same of their distance from the learned start.
+    """
+    if record.state is None:
+        return {}
+    means = {
+        name: float(torch.cat([gates[name] for gates in record.gates], dim=-1).float().mean())
+        for name in record.gates[0]
+    }
+    surprise = torch.cat([part.gradient_norm for part in record.surprise], dim=-1).float()
+    means["surprise"] = float(surprise.square().sum(1).sqrt().mean())
+    weights = [w.detach().float() for w in record.state.weights]
+    starts = [getattr(w, "full_tensor", lambda w=w: w)().detach().float() for w in memory.initial]  # sharded or not
+    means["norm"] = float(_norms(weights).mean())
+    means["moved"] = float(_norms([w - start for w, start in zip(weights, starts, strict=True)]).mean())
+    return means
+
+
+def _norms(weights: list[Tensor]) -> Tensor:
+    return torch.stack([w.flatten(1).square().sum(1) for w in weights]).sum(0).sqrt()

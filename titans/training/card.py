@@ -1,0 +1,81 @@
+"""The model card of a run: what was trained on what, and how well it went."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from titans.training.config import TrainConfig
+
+CARD = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [titans, neural-memory, test-time-training]
+---
+
+# {title}
+
+A {name} language model with {parameters:,} parameters, trained with [titan-memory](https://pypi.org/project/titan-memory/).
+{about}
+
+| | |
+|---|---|
+{rows}
+
+## Use
+
+```python
+import titans  # makes the Auto classes know the architecture
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("PATH")
+tokenizer = AutoTokenizer.from_pretrained("PATH")
+```
+
+or `titans generate PATH "a prompt"`.
+
+## Model
+
+```json
+{model}
+```
+
+## Training
+
+```json
+{training}
+```
+"""
+ABOUT = {
+    "lmm": "Its layers are neural memories that learn while they read (Titans, arXiv 2501.00663).",
+    "mac": "Memory as a context (Titans, arXiv 2501.00663): attention over segments, a memory that learns as it reads.",
+    "mag": "Memory as a gate (Titans, arXiv 2501.00663): a sliding window beside a memory that learns while it reads.",
+    "mal": "Memory as a layer (Titans, arXiv 2501.00663): a memory that learns while it reads, then a sliding window.",
+}  # fmt: skip
+
+
+def model_card(model: Any, config: TrainConfig, metrics: dict[str, float], steps: int) -> str:
+    """A README in Markdown, with the metadata that the hub reads."""
+    name = str(config.model.get("name") or config.model.get("pretrained"))
+    figures = {
+        "validation loss (nats per token)": _number(metrics.get("eval_loss"), ".4f"),
+        "validation perplexity": _number(metrics.get("eval_perplexity"), ".2f"),
+        "validation tokens": _number(metrics.get("eval_tokens"), ",.0f"),
+        "training tokens": f"{steps * config.batch_tokens:,}",
+        "steps": f"{steps:,}",
+        "time": f"{metrics.get('seconds', 0) / 60:.1f} minutes",
+        "seed": str(config.seed),
+    }
+    return CARD.format(
+        title=config.push_to_hub or f"{name}, {metrics['parameters'] / 1e6:.1f}M",
+        name=name,
+        parameters=int(metrics["parameters"]),
+        about=ABOUT.get(name, ""),
+        rows="\n".join(f"| {label} | {value} |" for label, value in figures.items() if value),
+        model=json.dumps(json.loads(model.to_json_string()), indent=2),
+        training=json.dumps({k: v for k, v in config.to_dict().items() if k not in ("output", "data")}, indent=2),
+    )
+
+
+def _number(value: float | None, form: str) -> str:
+    return "" if value is None else format(value, form)

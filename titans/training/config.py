@@ -1,0 +1,343 @@
+"""``TrainConfig``: every number and switch of a training run, read from YAML and the command line, checked at once."""
+
+from __future__ import annotations
+
+import difflib
+import types
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+PRECISIONS = ("float32", "bf16")
+GRADIENTS = ("second", "first")
+PARALLEL = ("ddp", "fsdp2")
+# What may change between a run and its continuation: where and how it runs, not what it computes.
+FREE = frozenset(
+    (
+        "data", "output", "micro_batch", "workers", "log_every", "memory_stats_every", "eval_every", "eval_tokens",
+        "save_every", "keep", "trackers", "push_to_hub", "parallel", "compile", "gradient_checkpointing", "device",
+    )
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """What ``titans train`` is told, one field a line of its YAML file."""
+
+    # what
+    model: dict[str, Any] = field(default_factory=lambda: {"name": "mac", "size": "1m"})
+    """name (a variant, preset or baseline) and size, and any field of its config; or pretrained: a folder or name."""
+    data: str = ""
+    """The folder that ``titans prepare`` wrote; or hf://OWNER/NAME, streamed from the hub."""
+    data_config: str | None = None
+    """Streamed data: the configuration of the hub's data set."""
+    data_split: str = "train"
+    """Streamed data: the split."""
+    text_column: str = "text"
+    """Streamed data: the column with the text."""
+    validation: str | None = None
+    """A prepared folder whose validation split (else its train split) is the validation data; default: data's own."""
+    tokenizer: str | None = None
+    """Streamed data: bytes, a folder, or a name on the hub. Prepared data brings its own."""
+    output: str = ""
+    """The folder of the run, made if needed."""
+
+    # how much
+    length: int = 4096
+    """Tokens of a training sequence."""
+    batch_tokens: int = 524_288
+    """Tokens of a batch, all processes and accumulation steps together."""
+    micro_batch: int = 8
+    """Sequences that a process works on at a time, at most; the rest of a batch is accumulated."""
+    tokens: int | None = None
+    """Tokens of the whole run; or give steps, or epochs."""
+    steps: int | None = None
+    """Optimiser steps of the whole run."""
+    epochs: float | None = None
+    """Passes over the data."""
+
+    # carried memory
+    carry: int = 0
+    """0: every sequence starts with a fresh memory. n: documents are read in consecutive sequences of n pieces of
+    ``length`` tokens, the memory is carried on, and gradients are cut after n pieces."""
+
+    # optimiser
+    learning_rate: float = 4e-4
+    min_learning_rate: float = 0.1
+    """Where the cosine ends, as a share of the learning rate."""
+    warmup: float = 0.02
+    """Share of the steps over which the rate rises; or, from 1 on, their number."""
+    weight_decay: float = 0.1
+    """Of the weights of linear layers and embeddings; norms, biases, gates, and the memory's start have none."""
+    beta1: float = 0.9
+    beta2: float = 0.95
+    clip: float = 1.0
+    """Largest norm of the gradient."""
+    outer_gradients: str = "second"
+    """second: through the memory's own gradients; first: cheaper, these are taken as constants."""
+    seed: int = 0
+
+    # how
+    precision: str = "float32"
+    """bf16: autocast; parameters, memory states and their coefficients stay float32."""
+    gradient_checkpointing: bool = False
+    compile: bool = False
+    """torch.compile; where it fails, the run says so and goes on without."""
+    parallel: str = "ddp"
+    """Several processes: ddp, or fsdp2, which shards parameters, gradients and optimiser."""
+    device: str | None = None
+    """cpu, to stay there though there is a GPU."""
+    workers: int = 0
+    """Processes that read data ahead."""
+
+    # watching and keeping
+    log_every: int = 10
+    memory_stats_every: int = 50
+    """Steps between two looks at every layer's gates, surprise and memory norm; 0: never."""
+    eval_every: int = 500
+    """Steps between two validations; there is always one at the end. 0: only that one."""
+    eval_tokens: int | None = 1_000_000
+    """Validation tokens, at most; None: all."""
+    save_every: int = 500
+    """Steps between two checkpoints; there is always one at the end."""
+    keep: int = 2
+    """Checkpoints that are kept."""
+    trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
+    """Where figures go besides the run's folder: any name the Trainer knows."""
+    push_to_hub: str | None = None
+    """OWNER/NAME to push the finished model to."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            _check_type(each.name, getattr(self, each.name), _hints()[each.name])
+        least = {
+            "length": 1, "batch_tokens": 1, "micro_batch": 1, "tokens": 1, "steps": 1, "carry": 0, "workers": 0,
+            "log_every": 1, "memory_stats_every": 0, "eval_every": 0, "eval_tokens": 1, "save_every": 1, "keep": 1,
+            "seed": 0,
+        }  # fmt: skip
+        for name, bound in least.items():
+            value = getattr(self, name)
+            if value is not None and value < bound:
+                raise ValueError(f"{name} is {value}; expected a whole number of at least {bound}")
+        for name in ("learning_rate", "epochs", "clip"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name} is {value}; expected a positive number")
+        for name in ("min_learning_rate", "beta1", "beta2"):
+            if not 0 <= getattr(self, name) <= 1 or (name.startswith("beta") and getattr(self, name) == 1):
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
+        for name in ("warmup", "weight_decay"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
+        choices = {"precision": PRECISIONS, "outer_gradients": GRADIENTS, "parallel": PARALLEL}
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(known)}")
+        given = [name for name in ("tokens", "steps", "epochs") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{' and '.join(given)} are given; expected one of tokens, steps and epochs")
+        if self.batch_tokens % self.row_tokens:
+            raise ValueError(
+                f"batch_tokens is {self.batch_tokens:,}; expected a multiple of {self.row_tokens:,}, "
+                f"the tokens of one sequence{' (carry x length)' if self.carry > 1 else ''}"
+            )
+        if self.streamed:
+            if self.carry:
+                raise ValueError("carry is for prepared data; data is streamed: run `titans prepare` on it first")
+            if self.epochs is not None:
+                raise ValueError("epochs is for prepared data, whose size is known; data is streamed: expected tokens")
+        if "pretrained" in self.model and len(self.model) > 1:
+            raise ValueError("model has pretrained and other fields; expected pretrained alone")
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the data comes from the hub as the run goes on."""
+        return self.data.startswith("hf://")
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens that a sequence of a batch brings to one optimiser step."""
+        return self.length * max(1, self.carry)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a batch, all processes and accumulation steps together."""
+        return self.batch_tokens // self.row_tokens
+
+    def accumulation(self, processes: int) -> tuple[int, int]:
+        """Sequences of a process at a time, and how many times they are accumulated to a batch."""
+        share, rest = divmod(self.rows, processes)
+        if rest or not share:
+            raise ValueError(
+                f"a batch has {self.rows} sequences (batch_tokens {self.batch_tokens:,} / {self.row_tokens:,}) "
+                f"and there are {processes} processes; expected a multiple"
+            )
+        size = max(n for n in range(1, min(share, self.micro_batch) + 1) if share % n == 0)
+        return size, share // size
+
+    def total_steps(self, data_tokens: int | None) -> int:
+        """Optimiser steps of the run."""
+        if self.steps is not None:
+            return self.steps
+        tokens = self.tokens
+        if tokens is None:
+            if data_tokens is None:
+                raise ValueError("neither tokens nor steps is given; expected one of them, as the data is streamed")
+            tokens = int((self.epochs or 1.0) * data_tokens)
+        return max(1, round(tokens / self.batch_tokens))
+
+    def warmup_steps(self, steps: int) -> int:
+        """Steps over which the learning rate rises."""
+        return int(self.warmup) if self.warmup >= 1 else round(self.warmup * steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields."""
+        return asdict(self)
+
+    def what_changed(self, saved: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
+        """The first field that makes this another run than the saved one, with both values."""
+        for name, value in self.to_dict().items():
+            if name in FREE or name not in saved:
+                continue
+            if name == "model":
+                for key in {**value, **saved[name]}:
+                    if value.get(key) != saved[name].get(key):
+                        return f"model.{key}", saved[name].get(key), value.get(key)
+            elif value != saved[name]:
+                return name, saved[name], value
+        return None
+
+
+def load_config(path: Path | None, flags: Sequence[str] = ()) -> TrainConfig:
+    """The config of a YAML file, with flags (``--learning-rate 1e-3``, ``--model.size=10m``) over its fields."""
+    values: dict[str, Any] = {}
+    if path is not None:
+        values = read_yaml(path)
+    for name, text in _pairs(flags):
+        _set(values, name, text)
+    _check_names(values)
+    return TrainConfig(**{name: _convert(name, value) for name, value in values.items()})
+
+
+def read_yaml(path: Path) -> dict[str, Any]:
+    """A YAML file that holds fields; a ``ValueError`` says what is wrong with any other."""
+    import yaml
+
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; expected a YAML file with the fields of a training run")
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise ValueError(f"{path} holds no fields; expected lines such as 'length: 512'")
+    return values
+
+
+def describe_fields() -> str:
+    """Every field with its default and what it is for."""
+    import ast
+    import inspect
+
+    body = ast.parse(inspect.getsource(TrainConfig)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    words: dict[str, str] = {}
+    name = ""
+    for node in body.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            name = node.target.id
+            words[name] = ""
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and name:
+            words[name] = " ".join(str(node.value.value).split())
+    defaults = TrainConfig().to_dict()
+    return "\n".join(f"{name}: {defaults[name]!r}  {words[name]}".rstrip() for name in words)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that name the known field most like ``name``, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+
+
+def _check_names(values: Mapping[str, Any]) -> None:
+    known = [each.name for each in fields(TrainConfig)]
+    for name in values:
+        if name not in known:
+            raise ValueError(f"{name} is not a field of a training run: {nearest(name, known)}")
+
+
+def _pairs(flags: Sequence[str]) -> list[tuple[str, str]]:
+    pairs = []
+    rest = list(flags)
+    switches = {each.name for each in fields(TrainConfig) if _hints()[each.name] is bool}
+    while rest:
+        flag = rest.pop(0)
+        if not flag.startswith("--") or len(flag) < 3:
+            raise ValueError(f"{flag!r} is not a flag; expected --FIELD VALUE")
+        name, given, text = flag[2:].partition("=")
+        name = name.replace("-", "_")
+        if not given:
+            if name in switches and (not rest or rest[0].startswith("--")):
+                text = "true"
+            elif name.startswith("no_") and name[3:] in switches:
+                name, text = name[3:], "false"
+            elif rest:
+                text = rest.pop(0)
+            else:
+                raise ValueError(f"--{name.replace('_', '-')} has no value")
+        pairs.append((name, text))
+    return pairs
+
+
+def _set(values: dict[str, Any], name: str, text: str) -> None:
+    """Puts a flag's value where its dotted name says."""
+    import yaml
+
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        value = text
+    head, dot, key = name.partition(".")
+    if not dot:
+        kind = _hints().get(head)
+        values[head] = text if kind is str else value
+        return
+    if head != "model":
+        raise ValueError(f"{name} is not a field of a training run: {nearest(name, ['model.name', 'model.size'])}")
+    model = dict(values.get("model") or {"name": "mac", "size": "1m"})
+    if key == "pretrained":
+        model = {}
+    model[key] = value
+    values["model"] = model
+
+
+def _hints() -> dict[str, Any]:
+    return typing.get_type_hints(TrainConfig)
+
+
+def _convert(name: str, value: Any) -> Any:
+    """Numbers that YAML reads as words (1e-3), or whole numbers written with a point or an exponent (5e5)."""
+    kinds = typing.get_args(_hints()[name]) or (_hints()[name],)
+    if isinstance(value, str) and str not in kinds:
+        try:
+            value = float(value)
+        except ValueError:
+            return value
+    if isinstance(value, float) and int in kinds and float not in kinds and value.is_integer():
+        return int(value)
+    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
+        return float(value)
+    return value
+
+
+def _check_type(name: str, value: Any, hint: Any) -> None:
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    plain = tuple(typing.get_origin(kind) or kind for kind in kinds)
+    allowed = (*plain, int) if float in plain else plain
+    if (isinstance(value, bool) and bool not in plain) or not isinstance(value, allowed):
+        words = {int: "a whole number", float: "a number", str: "a name", bool: "true or false", dict: "fields",
+                 list: "a list", types.NoneType: "nothing"}  # fmt: skip
+        raise ValueError(f"{name} is {value!r}; expected {' or '.join(words[kind] for kind in plain)}")

@@ -1,0 +1,228 @@
+"""Which tokens a training row holds: a pure function of its number, so that no worker, process or restart changes it.
+
+Rows are numbered through the whole run. Optimiser step s takes the rows from s x R to (s + 1) x R - 1, where R is the
+number of sequences in a batch; however they are dealt out to processes and accumulation steps, a step sees the same.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+IGNORED = -100  # the target of a position that is not trained on
+Row = dict[str, Tensor]
+
+
+class TokenStore:
+    """The documents of a prepared set as one long line of tokens, read from the memory-mapped Arrow file.
+
+    Args:
+        dataset: a ``datasets.Dataset`` with a column ``input_ids``, one row a document.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        starts = [np.zeros(1, dtype=np.int64)]
+        self._chunks: list[NDArray[np.int32]] = []
+        self._chunk_starts = [0]
+        for chunk in dataset.data.column("input_ids").chunks:
+            offsets = chunk.offsets.to_numpy().astype(np.int64)
+            values = chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
+            starts.append(offsets[1:] - offsets[0] + self._chunk_starts[-1])
+            self._chunks.append(values)
+            self._chunk_starts.append(self._chunk_starts[-1] + len(values))
+        self._dataset = dataset  # keeps the file mapped
+        self.starts: NDArray[np.int64] = np.concatenate(starts)  # of each document, and the end of the last
+
+    @classmethod
+    def from_documents(cls, documents: Sequence[Sequence[int]]) -> TokenStore:
+        """A store of documents that are in memory."""
+        from datasets import Dataset as ArrowDataset
+        from datasets import Features, List, Value
+
+        features = Features({"input_ids": List(Value("int32"))})
+        return cls(ArrowDataset.from_dict({"input_ids": [list(d) for d in documents]}, features=features))
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return int(self.starts[-1])
+
+    @property
+    def documents(self) -> int:
+        """How many there are."""
+        return len(self.starts) - 1
+
+    def read(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The tokens from ``start`` to ``stop`` of the whole line."""
+        parts = []
+        chunk = int(np.searchsorted(self._chunk_starts, start, side="right")) - 1
+        while start < stop:
+            first = self._chunk_starts[chunk]
+            end = min(stop, self._chunk_starts[chunk + 1])
+            parts.append(self._chunks[chunk][start - first : end - first])
+            start, chunk = end, chunk + 1
+        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
+
+
+class PackedRows(Dataset[Row]):
+    """Windows of ``length`` tokens over all documents end to end, in a new order every epoch.
+
+    The windows of an epoch do not overlap and begin at a random place, so that epochs cut the text differently.
+
+    Args:
+        store: the tokens.
+        length: of a row.
+        rows: in the whole run; None: one pass from the first token on, in order, as for validation.
+        seed: of the order.
+    """
+
+    def __init__(self, store: TokenStore, length: int, rows: int | None, seed: int = 0) -> None:
+        if store.tokens < length + 1:
+            raise ValueError(
+                f"the data has {store.tokens:,} tokens; expected more than length = {length:,}, or a smaller length"
+            )
+        self.store, self.length, self.seed = store, length, seed
+        self.per_epoch = max(1, (store.tokens - 1) // length - (rows is not None))
+        self.in_order = rows is None
+        self.rows = self.per_epoch if rows is None else rows
+        self._epoch = -1
+        self._order: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
+        self._shift = 0
+
+    def __len__(self) -> int:
+        return self.rows
+
+    def __getitem__(self, index: int) -> Row:
+        epoch, number = divmod(index, self.per_epoch)
+        if self.in_order:
+            return _row(self.store.read(number * self.length, (number + 1) * self.length + 1), self.length)
+        if epoch != self._epoch:
+            random = np.random.default_rng((self.seed, epoch))
+            slack = self.store.tokens - 1 - self.per_epoch * self.length
+            self._shift = int(random.integers(min(slack, self.length) + 1))
+            self._order, self._epoch = random.permutation(self.per_epoch), epoch
+        start = self._shift + int(self._order[number]) * self.length
+        return _row(self.store.read(start, start + self.length + 1), self.length)
+
+
+class CarriedRows(Dataset[Row]):
+    """Documents read from their start to their end by a number of lanes, each going on where it stopped.
+
+    Row number s x lanes + l is what lane l reads at step s: ``length`` tokens of its document, the last ones of a
+    document filled up with its end, which is not trained on. A lane that has finished takes the next document of the
+    epoch's order. ``restart`` of a row says that it is the first of its document.
+
+    Args:
+        store: the tokens.
+        length: of a row.
+        lanes: documents that are read side by side: the sequences of a batch.
+        steps: of the run; None: one pass in order, as for validation.
+        seed: of the order.
+    """
+
+    def __init__(self, store: TokenStore, length: int, lanes: int, steps: int | None, seed: int = 0) -> None:
+        if store.tokens < 2:
+            raise ValueError(f"the data has {store.tokens:,} tokens; expected at least 2")
+        self.store, self.length, self.lanes = store, length, lanes
+        sizes = np.diff(store.starts)
+        self.pieces = np.maximum(0, -(-(sizes - 1) // length))  # the last token of a document has no target
+        self.starts = self._schedule(steps, seed)  # (steps, lanes): where a row starts; -1: nothing left to read
+        self.steps = len(self.starts)
+
+    def _schedule(self, steps: int | None, seed: int) -> NDArray[np.int64]:
+        if steps is None:
+            order: Iterator[int] = iter(range(self.store.documents))
+            steps = self._steps_of_a_pass()
+        else:
+            order = self._endless(seed)
+        starts = np.full((steps, self.lanes), -1, dtype=np.int64)
+        free = [(0, lane) for lane in range(self.lanes)]  # when each lane has finished, the first one on top
+        while free and free[0][0] < steps:
+            step, lane = free[0]
+            document = next((d for d in order if self.pieces[d]), None)
+            if document is None:
+                heapq.heappop(free)
+                continue
+            count = min(int(self.pieces[document]), steps - step)
+            starts[step : step + count, lane] = self.store.starts[document] + np.arange(count) * self.length
+            heapq.heapreplace(free, (step + int(self.pieces[document]), lane))
+        return starts
+
+    def _steps_of_a_pass(self) -> int:
+        ends = [0] * self.lanes
+        for count in self.pieces[self.pieces > 0].tolist():
+            heapq.heapreplace(ends, ends[0] + count)
+        return max(ends)
+
+    def _endless(self, seed: int) -> Iterator[int]:
+        epoch = 0
+        while True:
+            yield from np.random.default_rng((seed, epoch)).permutation(self.store.documents).tolist()
+            epoch += 1
+
+    @property
+    def filled(self) -> float:
+        """The share of positions that hold tokens to train on."""
+        tokens = np.diff(self.store.starts) - 1
+        return float(tokens.clip(min=0).sum() / max(1, self.pieces.sum() * self.length))
+
+    def __len__(self) -> int:
+        return self.steps * self.lanes
+
+    def __getitem__(self, index: int) -> Row:
+        step, lane = divmod(index, self.lanes)
+        start = int(self.starts[step, lane])
+        if start < 0:
+            return _row(np.zeros(0, dtype=np.int64), self.length) | {"restart": torch.tensor(True)}
+        document = int(np.searchsorted(self.store.starts, start, side="right")) - 1
+        stop = min(start + self.length + 1, int(self.store.starts[document + 1]))
+        row = _row(self.store.read(start, stop), self.length)
+        return row | {"restart": torch.tensor(start == int(self.store.starts[document]))}
+
+
+class StreamedRows(IterableDataset[Row]):
+    """Rows of ``length`` tokens from documents that are tokenised as they come, packed end to end.
+
+    Args:
+        texts: an iterable dataset of ``datasets`` with a text column, which deals its shards out to workers itself.
+        tokenizer: with an end-of-text token, which is put behind every document.
+        length: of a row.
+        column: of the text.
+    """
+
+    def __init__(self, texts: Any, tokenizer: Any, length: int, column: str = "text") -> None:
+        self.texts, self.tokenizer, self.length, self.column = texts, tokenizer, length, column
+
+    def __iter__(self) -> Iterator[Row]:
+        held: list[int] = []
+        for document in self.texts:
+            held += self.tokenizer(document[self.column], add_special_tokens=False, verbose=False)["input_ids"]
+            held.append(self.tokenizer.eos_token_id)
+            start = 0
+            while len(held) - start > self.length:
+                yield _row(np.array(held[start : start + self.length + 1]), self.length)
+                start += self.length
+            del held[:start]
+
+
+def _row(tokens: NDArray[np.int64], length: int) -> Row:
+    """Inputs and their targets, the tokens one place on, from up to length + 1 tokens."""
+    inputs = np.zeros(length, dtype=np.int64)
+    targets = np.full(length, IGNORED, dtype=np.int64)
+    count = max(0, len(tokens) - 1)
+    inputs[:count], targets[:count] = tokens[:-1], tokens[1:]
+    if count < length and count:
+        inputs[count:] = tokens[-1]
+    return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(targets)}
+
+
+def collate(rows: Sequence[Row]) -> Row:
+    """A batch of rows."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}

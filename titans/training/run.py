@@ -1,0 +1,343 @@
+"""A training run from its config to a folder with a model: checks first, then trains, saves and describes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from transformers import PreTrainedModel, TrainingArguments
+from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
+from transformers.utils import logging
+
+from titans.evaluation.files import write_atomically
+from titans.training.build import make_model, shard
+from titans.training.callbacks import METRICS, MetricsFile, ProgressBar, StopInOrder
+from titans.training.card import model_card
+from titans.training.config import TrainConfig, read_yaml
+from titans.training.data import CarriedRows, PackedRows, StreamedRows, TokenStore
+from titans.training.prepare import load_prepared
+from titans.training.tokenizer import load_tokenizer
+from titans.training.trainer import SAVING, MemoryTrainer
+
+RUN = "train.yaml"  # the config of a run, in its folder
+TENSORBOARD = "tensorboard"
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a run reads.
+
+    Attributes:
+        tokenizer: of the data.
+        train: the tokens; None: they are streamed.
+        validation: the tokens; None: there are none.
+        fingerprint: of the training data, to be the same when a run goes on.
+    """
+
+    tokenizer: Any
+    train: TokenStore | None
+    validation: TokenStore | None
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    Attributes:
+        output: its folder.
+        steps: optimiser steps that were taken in all.
+        finished: whether they are all of them.
+        metrics: the last validation, and the speed.
+    """
+
+    output: Path
+    steps: int
+    finished: bool
+    metrics: dict[str, float]
+
+
+def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False, say: Say | None = None) -> Result:
+    """Trains as ``config`` says; a ``ValueError`` says what is wrong with it before anything is written.
+
+    Args:
+        resume: go on from the last checkpoint of the output folder, from the start if it has none.
+        overwrite: replace the run that the output folder holds.
+        say: told what is worth knowing, a sentence at a time; default: standard error.
+    """
+    logging.set_verbosity_error()
+    say = say or _to_stderr
+    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    if not config.output:
+        raise ValueError("output is empty; expected the folder of the run")
+    if not config.data:
+        raise ValueError("data is empty; expected the folder that `titans prepare` wrote, or hf://OWNER/NAME")
+    output = Path(config.output)
+    data = open_data(config)
+    check_output(output, config, data, resume, overwrite)
+    size, accumulation = config.accumulation(processes)
+    steps = config.total_steps(None if data.train is None else data.train.tokens)
+    rows = make_rows(config, data, steps)
+    model = make_model(config, len(data.tokenizer), data.tokenizer.eos_token_id)
+    if rank == 0:
+        _claim(output, config, data, resume, overwrite)
+        _introduce(config, data, model, rows, steps, size, accumulation, processes, say)
+
+    args = _arguments(config, output, steps, size, accumulation, validates=data.validation is not None)
+    model.to(args.device)
+    if config.compile:
+        _compile(model, config, say)
+    sharded = config.parallel == "fsdp2" and args.world_size > 1
+    if sharded:
+        if config.carry > 1:
+            raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
+        shard(model, args.device)
+    bar, stop = ProgressBar(), StopInOrder()
+    callbacks: list[Any] = [bar, MetricsFile(output), stop]
+    if "tensorboard" in config.trackers:
+        board = TensorBoardCallback()
+        board.logging_dir = str(output / TENSORBOARD)
+        callbacks.append(board)
+    trainer = MemoryTrainer(config, model, args, rows, data.validation, data.tokenizer, callbacks, sharded)
+    for callback in (ProgressCallback, PrinterCallback):
+        trainer.remove_callback(callback)
+    checkpoint = last_checkpoint(output) if resume else None
+    if resume and rank == 0:
+        say("there is no checkpoint yet: starting at step 0." if checkpoint is None else f"going on from {checkpoint}.")
+    start = time.time()
+    try:
+        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+    finally:
+        bar.close()
+    finished = trainer.state.global_step >= steps
+    metrics: dict[str, float] = {}
+    if finished:
+        if data.validation is not None:
+            metrics = _last_validation(trainer) or trainer.evaluate()
+        metrics |= {"seconds": time.time() - start, "parameters": sum(p.numel() for p in model.parameters())}
+        _finish(trainer, output, config, data, metrics, steps)
+    elif rank == 0:
+        say(f"stopped at step {trainer.state.global_step:,} of {steps:,}; --resume goes on.")
+    return Result(output, trainer.state.global_step, finished, metrics)
+
+
+def open_data(config: TrainConfig) -> Data:
+    """Opens what a run reads; a ``ValueError`` says what is missing."""
+    validation: TokenStore | None = None
+    if config.validation is not None:
+        extra = load_prepared(config.validation)
+        validation = TokenStore(extra.open("validation" if "validation" in extra.splits else "train"))
+    if config.streamed:
+        if config.tokenizer is None:
+            raise ValueError("tokenizer is missing; expected one, as streamed data is tokenised while it is read")
+        tokenizer = load_tokenizer(config.tokenizer)
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"tokenizer is {config.tokenizer!r}; expected one that has an end-of-text token")
+        return Data(tokenizer, None, validation, f"{config.data} {config.data_config} {config.data_split}")
+    prepared = load_prepared(config.data)
+    if config.tokenizer is not None:
+        raise ValueError(f"tokenizer is {config.tokenizer!r}; expected none, as prepared data brings its own")
+    if validation is None and "validation" in prepared.splits:
+        validation = TokenStore(prepared.open("validation"))
+    if validation is not None and validation.tokens < config.length + 1 and not config.carry:
+        raise ValueError(
+            f"the validation data has {validation.tokens:,} tokens; expected more than length = {config.length:,}"
+        )
+    tokenizer = load_tokenizer(str(prepared.tokenizer_folder))
+    return Data(tokenizer, TokenStore(prepared.open("train")), validation, prepared.fingerprint)
+
+
+def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
+    """The rows of the whole run."""
+    if data.train is not None and config.carry:
+        return CarriedRows(data.train, config.row_tokens, config.rows, steps, config.seed)
+    if data.train is not None:
+        return PackedRows(data.train, config.length, config.rows * steps, config.seed)
+    from datasets import load_dataset
+
+    name = config.data.removeprefix("hf://")
+    try:
+        texts = load_dataset(name, config.data_config, split=config.data_split, streaming=True)
+    except Exception as error:
+        raise ValueError(f"data is {config.data!r}: {' '.join(str(error).split())[:300]}") from None
+    texts = texts.shuffle(seed=config.seed, buffer_size=10_000)
+    return StreamedRows(texts, data.tokenizer, config.length, config.text_column)
+
+
+def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
+    """Refuses a folder that holds something else, or another run than the one that is to go on."""
+    if output.exists() and not output.is_dir():
+        raise ValueError(f"output is {output}, which is a file; expected a folder")
+    if resume and overwrite:
+        raise ValueError("--resume and --overwrite are both given; expected one of them")
+    is_run = (output / RUN).is_file()
+    if resume:
+        if not is_run:
+            raise ValueError(f"{output} holds no run to resume; expected the output folder of one")
+        saved = read_yaml(output / RUN)
+        change = config.what_changed(saved)
+        if change is not None:
+            name, before, now = change
+            raise ValueError(
+                f"the run in {output} has {name} {before!r}, this one {now!r}; expected the same"
+            )
+        if saved.get("data_fingerprint") != data.fingerprint:
+            raise ValueError(f"the run in {output} was trained on other data than {config.data} holds now")
+    elif output.is_dir() and any(output.iterdir()):
+        if not is_run:
+            raise ValueError(f"{output} is not empty and holds no run; expected a new or empty folder")
+        if not overwrite:
+            raise ValueError(f"{output} holds another run; --resume goes on with it, --overwrite replaces it")
+
+
+def checkpoints(output: Path) -> list[Path]:
+    """The complete checkpoints of a run, oldest first."""
+    found = [path for path in output.glob("checkpoint-*") if path.name[11:].isdigit() and path.is_dir()]
+    return sorted(found, key=lambda path: int(path.name[11:]))
+
+
+def last_checkpoint(output: Path) -> Path | None:
+    """The newest complete checkpoint."""
+    return next(reversed(checkpoints(output)), None)
+
+
+def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
+    """Makes the folder this run's."""
+    if overwrite and output.is_dir():
+        for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD]:
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (METRICS, RUN):
+            (output / name).unlink(missing_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(output / SAVING, ignore_errors=True)
+    values = config.to_dict() | {"data_fingerprint": data.fingerprint}
+    if not resume:
+        write_atomically(output / RUN, yaml.safe_dump(values, sort_keys=False).encode())
+
+
+def _arguments(
+    config: TrainConfig, output: Path, steps: int, size: int, accumulation: int, validates: bool
+) -> TrainingArguments:
+    on_cpu = config.device == "cpu" or not torch.accelerator.is_available()
+    periodic = validates and config.eval_every > 0
+    return TrainingArguments(
+        output_dir=str(output),
+        max_steps=steps,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulation,
+        learning_rate=config.learning_rate,
+        lr_scheduler_type="cosine_with_min_lr",
+        lr_scheduler_kwargs={"min_lr_rate": config.min_learning_rate},
+        warmup_steps=config.warmup_steps(steps),
+        weight_decay=config.weight_decay,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        max_grad_norm=config.clip,
+        optim="adamw_torch",
+        bf16=config.precision == "bf16",
+        gradient_checkpointing=config.gradient_checkpointing,
+        gradient_checkpointing_kwargs={"use_reentrant": False} if config.gradient_checkpointing else None,
+        logging_strategy="steps",
+        logging_steps=config.log_every,
+        logging_nan_inf_filter=False,
+        eval_strategy="steps" if periodic else "no",
+        eval_steps=config.eval_every if periodic else None,
+        save_strategy="steps",
+        save_steps=config.save_every,
+        save_total_limit=config.keep,
+        report_to=[name for name in config.trackers if name != "tensorboard"] or "none",
+        dataloader_num_workers=config.workers,
+        dataloader_drop_last=True,
+        dataloader_pin_memory=torch.cuda.is_available(),
+        remove_unused_columns=False,
+        seed=config.seed,
+        use_cpu=on_cpu,
+        ddp_backend="gloo" if on_cpu and int(os.environ.get("WORLD_SIZE", 1)) > 1 else None,
+        ddp_find_unused_parameters=False,
+        disable_tqdm=True,
+    )
+
+
+def _compile(model: PreTrainedModel, config: TrainConfig, say: Say) -> None:
+    """Compiles in place, if a trial on a few tokens works."""
+    trial = torch.zeros(1, min(config.length, 64), dtype=torch.int64, device=model.device)
+    try:
+        torch.compile(model)(input_ids=trial, labels=trial, use_cache=False).loss.backward()
+        model.compile()
+    except Exception as error:
+        say(f"torch.compile failed, so the model runs without it: {' '.join(str(error).split())[:200]}")
+    finally:
+        model.zero_grad()
+
+
+def _introduce(
+    config: TrainConfig,
+    data: Data,
+    model: Any,
+    rows: Any,
+    steps: int,
+    size: int,
+    accumulation: int,
+    processes: int,
+    say: Say,
+) -> None:
+    count = sum(p.numel() for p in model.parameters())
+    name = config.model.get("name") or config.model.get("pretrained")
+    known = "streamed tokens" if data.train is None else f"{data.train.tokens:,} tokens"
+    say(f"{name}, {count:,} parameters; {known}, vocabulary {len(data.tokenizer):,}.")
+    parts = f"{size} sequences of {config.row_tokens:,} x {accumulation} accumulated x {processes} processes"
+    say(f"{steps:,} steps of {config.batch_tokens:,} tokens ({parts}).")
+    if isinstance(rows, CarriedRows):
+        lengths = f"gradients are cut every {config.row_tokens:,} tokens; {rows.filled:.0%} of the positions hold text"
+        say(f"the memory is carried through {data.train.documents if data.train else 0:,} documents; {lengths}.")
+
+
+def _last_validation(trainer: MemoryTrainer) -> dict[str, float]:
+    """The figures of a validation at the last step, if there was one."""
+    for line in reversed(trainer.state.log_history):
+        if "eval_loss" in line and line["step"] == trainer.state.global_step:
+            return {name: value for name, value in line.items() if name.startswith("eval_")}
+    return {}
+
+
+def _finish(
+    trainer: MemoryTrainer, output: Path, config: TrainConfig, data: Data, metrics: dict[str, float], steps: int
+) -> None:
+    """Writes the model, its tokenizer and its card into the run's folder: all of them complete, then renamed."""
+    temporary = output / SAVING
+    shutil.rmtree(temporary, ignore_errors=True) if trainer.args.should_save else None
+    trainer._wait()
+    trainer.save_model(str(temporary), _internal_call=True)
+    if trainer.args.should_save:
+        card = model_card(trainer.accelerator.unwrap_model(trainer.model).config, config, metrics, steps)
+        (temporary / "README.md").write_text(card, encoding="utf-8")
+        for path in sorted(temporary.iterdir()):
+            os.replace(path, output / path.name)
+        temporary.rmdir()
+    trainer._wait()
+    if config.push_to_hub is not None and trainer.args.should_save:
+        push(output, config.push_to_hub)
+
+
+def push(folder: Path, name: str) -> None:
+    """Uploads a finished run's model, tokenizer and card to the hub."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    api.create_repo(name, exist_ok=True)
+    ignored = ["checkpoint-*/*", f"{TENSORBOARD}/*", f"{SAVING}/*", "training_args.bin"]
+    api.upload_folder(repo_id=name, folder_path=str(folder), ignore_patterns=ignored)
+
+
+def _to_stderr(sentence: str) -> None:
+    print(f"titans: {sentence}", file=sys.stderr)

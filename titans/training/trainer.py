@@ -1,0 +1,379 @@
+"""The Trainer of transformers, with memory carried across batches and checkpoints that any launch can go on from."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shutil
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.utils.data import SequentialSampler
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import rotate_checkpoints
+
+from titans.layers import NeuralMemory
+from titans.layers.record import record_memory, summarise
+from titans.models import TitansCache
+from titans.training.config import TrainConfig
+from titans.training.data import IGNORED, CarriedRows, PackedRows, TokenStore, collate
+
+OPTIMIZER, SCHEDULER, WEIGHTS = "optimizer.pt", "scheduler.pt", "model.safetensors"
+SAVING = ".saving"  # where a checkpoint stands until it is complete
+LANES = "memory-{:06d}.safetensors"  # carried memory, by the first of its lanes
+UNDECAYED = ("to_gates",)  # linear layers without weight decay
+FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
+
+
+class MemoryTrainer(Trainer):
+    """Trains a language model on rows of :mod:`titans.training.data`.
+
+    A batch may have ``restart``: its rows then go on from where the same lanes stopped one step before, except where
+    it is True. Checkpoints are written beside and renamed when complete; they hold whole tensors by name, so that one
+    process, several, and sharded ones read each other's.
+
+    Args:
+        config: of the run.
+        model: what to train; sharded already if ``sharded``.
+        args: of the Trainer.
+        rows: what to train on.
+        validation: what to validate on; None: nothing.
+    """
+
+    def __init__(
+        self,
+        config: TrainConfig,
+        model: nn.Module,
+        args: TrainingArguments,
+        rows: Any,
+        validation: TokenStore | None = None,
+        tokenizer: Any = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        sharded: bool = False,
+    ) -> None:
+        super().__init__(
+            model=model,
+            args=args,
+            train_dataset=rows,
+            eval_dataset=validation,
+            data_collator=collate,
+            processing_class=tokenizer,
+            callbacks=list(callbacks),
+        )
+        self.config, self.validation, self.sharded = config, validation, sharded
+        # the loss is computed here, as a sum over the tokens of the whole batch
+        self.loss_is_scaled_for_ga = self.model_accepts_loss_kwargs = True
+        self._loss_shifts_labels = False
+        self.is_distributed_loading_by_transformers = sharded
+        self.lanes: dict[int, TitansCache] = {}  # carried memory of each accumulation step
+        self._micro = 0
+        self._stats: dict[str, float] = {}
+        self._saving = False
+        self._clock = _Clock()
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler | None:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)
+
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """The weights of linear layers and embeddings, except those of gates."""
+        names = []
+        for path, module in model.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)) and path.rpartition(".")[2] not in UNDECAYED:
+                names.append(f"{path}.weight")
+        return names
+
+    # the loss
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """One forward and backward pass of one accumulation step."""
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self._micro = (self._micro + 1) % self.args.gradient_accumulation_steps
+        self._clock.tokens += int(inputs["input_ids"].numel()) * self.args.world_size
+        return loss
+
+    def compute_loss(
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The mean over the tokens of the whole batch, of which these rows are a part."""
+        if self._wants_stats():
+            self._look_at_memory(inputs)
+        if "restart" in inputs:
+            total, cache = self._carried_loss(model, inputs, self.lanes.get(self._micro))
+            self.lanes[self._micro] = cache.detach()
+        else:
+            total = _summed(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"])
+        # the processes' gradients are averaged, not summed
+        return total / num_items_in_batch * self.accelerator.num_processes
+
+    def _carried_loss(self, model: nn.Module, inputs: Any, cache: TitansCache | None) -> tuple[Tensor, TitansCache]:
+        """The summed loss of a row's pieces, read one after the other, and the memory after them."""
+        restart: Tensor | None = inputs["restart"]
+        ids, labels = (inputs[name].split(self.config.length, dim=1) for name in ("input_ids", "labels"))
+        losses = []
+        for part, targets in zip(ids, labels, strict=True):
+            output = model(input_ids=part, past_key_values=cache, use_cache=True, restart=restart)
+            cache, restart = output.past_key_values, None
+            losses.append(_summed(output.logits, targets))
+        assert cache is not None
+        return torch.stack(losses).sum(), cache
+
+    # watching
+
+    def _wants_stats(self) -> bool:
+        every = self.config.memory_stats_every
+        return bool(every) and self._micro == 0 and (self.state.global_step + 1) % every == 0
+
+    @torch.no_grad()
+    def _look_at_memory(self, inputs: Any) -> None:
+        """Reads the first row once more and notes what each layer's memory does."""
+        model = self.accelerator.unwrap_model(self.model)
+        memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+        if not memories:
+            return
+        options: dict[str, Any] = {"use_cache": False}
+        cache = self.lanes.get(self._micro)
+        if "restart" in inputs and cache is not None:
+            cache = cache.copy()
+            cache.batch_select_indices(torch.zeros(1, dtype=torch.int64))
+            options |= {"past_key_values": cache, "restart": inputs["restart"][:1]}
+        with record_memory(model) as records:
+            model(input_ids=inputs["input_ids"][:1, : self.config.length], **options)
+        self._stats = {}
+        for index, (memory, record) in enumerate(zip(memories, records, strict=True)):
+            for name, value in summarise(memory, record).items():
+                self._stats[f"memory/layer{index}/{name}"] = value
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds perplexity, speed and what was seen of the memory."""
+        if "loss" in logs:
+            logs["perplexity"] = _perplexity(logs["loss"])
+            logs["tokens"] = self.state.global_step * self.config.batch_tokens
+            logs["tokens_per_second"] = self._clock.lap()
+            logs |= self._stats
+            self._stats = {}
+        super().log(logs, None)
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Loss and perplexity on the validation data, read in order; carried if the training carries."""
+        with self._clock.paused():
+            total, count = self._validate()
+        loss = total / max(1.0, count)
+        metrics = {
+            f"{metric_key_prefix}_loss": loss,
+            f"{metric_key_prefix}_perplexity": _perplexity(loss),
+            f"{metric_key_prefix}_tokens": count,
+        }
+        self.log(dict(metrics))
+        self.control: Any = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
+
+    @torch.no_grad()
+    def _validate(self) -> tuple[float, float]:
+        assert self.validation is not None
+        model = self.model if self.sharded else self.accelerator.unwrap_model(self.model)
+        model.eval()
+        sums = torch.zeros(2, dtype=torch.float64)
+        try:
+            cache: TitansCache | None = None
+            for batch in self._validation_batches():
+                batch = self._prepare_inputs(batch)
+                if "restart" in batch:
+                    total, cache = self._carried_loss(model, batch, cache)
+                else:
+                    total = _summed(model(input_ids=batch["input_ids"], use_cache=False).logits, batch["labels"])
+                sums += torch.tensor([float(total), int(batch["labels"].ne(IGNORED).sum())], dtype=torch.float64)
+        finally:
+            model.train()
+        if self.args.world_size > 1:
+            sums = sums.to(self.args.device)
+            dist.all_reduce(sums)
+        return float(sums[0]), float(sums[1])
+
+    def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
+        """This process's share: as many batches as every other's, the missing rows empty."""
+        assert self.validation is not None
+        config, size = self.config, self.args.per_device_train_batch_size
+        together = size * self.args.world_size
+        if config.carry:
+            rows: Any = CarriedRows(self.validation, config.length, together, None)
+        else:
+            rows = PackedRows(self.validation, config.length, None)
+        count = len(rows)
+        if config.eval_tokens is not None:
+            count = min(count, max(together, config.eval_tokens // config.length // together * together))
+        for first in range(0, count, together):
+            mine = range(first + size * self.args.process_index, first + size * (self.args.process_index + 1))
+            batch = [rows[index] if index < count else _emptied(rows[0]) for index in mine]
+            yield collate(batch)
+
+    # checkpoints
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = Path(super()._get_output_dir(trial))
+        return str(folder / SAVING if self._saving else folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Writes everything to a folder of another name, which is then renamed."""
+        name = f"checkpoint-{self.state.global_step}"
+        output = Path(self.args.output_dir)
+        temporary, target = output / SAVING / name, output / name
+        with self._clock.paused():
+            if self.args.should_save:
+                shutil.rmtree(output / SAVING, ignore_errors=True)
+            self._wait()
+            self._saving = True
+            try:
+                super()._save_checkpoint(model, trial)
+                self._save_lanes(temporary)
+            except (OSError, RuntimeError, ValueError) as error:
+                if isinstance(error, RuntimeError) and not _is_about_writing(error):
+                    raise
+                raise OSError(
+                    f"the checkpoint of step {self.state.global_step} could not be written to {output}: "
+                    f"{' '.join(str(error).split())}; the one before it stays"
+                ) from error
+            finally:
+                self._saving = False
+            self._wait()
+            if self.args.should_save:
+                _sync(temporary)
+                shutil.rmtree(target, ignore_errors=True)
+                os.replace(temporary, target)
+                shutil.rmtree(output / SAVING, ignore_errors=True)
+                rotate_checkpoints(output_dir=str(output), save_total_limit=self.args.save_total_limit)
+            self._wait()
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Writes the model as ``from_pretrained`` reads it."""
+        if not self.sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        state = get_model_state_dict(self.model, options=FULL)
+        if self.args.should_save:
+            if self.accelerator.unwrap_model(self.model).config.tie_word_embeddings:
+                state.pop("lm_head.weight", None)
+            self._save(output_dir, state_dict=state)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        state = get_optimizer_state_dict(self.model, self._plain_optimizer(), options=FULL)
+        if self.args.should_save:
+            torch.save(state, os.path.join(output_dir, OPTIMIZER))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        state = torch.load(os.path.join(checkpoint, OPTIMIZER), map_location="cpu", weights_only=True)
+        options = StateDictOptions(full_state_dict=True)
+        set_optimizer_state_dict(self.model, self._plain_optimizer(), state, options=options)
+        schedule = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
+        self.lr_scheduler.load_state_dict(schedule)
+        self._load_lanes(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        if not self.sharded:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            return
+        from safetensors.torch import load_file
+
+        state: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, WEIGHTS), device="cpu")
+        if "lm_head.weight" not in state:
+            state["lm_head.weight"] = next(v for k, v in state.items() if k.endswith("embed_tokens.weight"))
+        set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
+
+    def _plain_optimizer(self) -> torch.optim.Optimizer:
+        optimizer: Any = self.optimizer
+        return getattr(optimizer, "optimizer", optimizer)
+
+    def _first_lane(self, micro: int) -> int:
+        """The lanes of this process's accumulation step ``micro`` follow from here."""
+        return (micro * self.args.world_size + self.args.process_index) * self.args.per_device_train_batch_size
+
+    def _save_lanes(self, folder: Path) -> None:
+        for micro, cache in self.lanes.items():
+            cache.save(folder / LANES.format(self._first_lane(micro)))
+
+    def _load_lanes(self, folder: Path) -> None:
+        self.lanes, self._micro = {}, 0
+        files = sorted(folder.glob(LANES.replace("{:06d}", "*")))
+        if not files:
+            return
+        caches = TitansCache.concatenate([TitansCache.load(file) for file in files])
+        size = self.args.per_device_train_batch_size
+        for micro in range(self.args.gradient_accumulation_steps):
+            first = self._first_lane(micro)
+            part = caches.copy()
+            part.batch_select_indices(torch.arange(first, first + size))
+            for layer in part.layers:
+                layer._map(lambda x: x.to(self.args.device))
+            self.lanes[micro] = part
+
+    def _wait(self) -> None:
+        if self.args.world_size > 1:
+            dist.barrier()
+
+
+class _Clock:
+    """Tokens per second since the last look, without the time of validations and checkpoints."""
+
+    def __init__(self) -> None:
+        self.tokens, self.start = 0, time.perf_counter()
+
+    def lap(self) -> float:
+        """The speed since the last lap."""
+        now = time.perf_counter()
+        speed = self.tokens / max(1e-9, now - self.start)
+        self.tokens, self.start = 0, now
+        return speed
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what happens meanwhile."""
+        before = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.start += time.perf_counter() - before
+
+
+def _summed(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss, summed over all tokens that have a target."""
+    return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORED, reduction="sum")
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(loss) if loss < 700 else math.inf
+
+
+def _emptied(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return row | {"labels": torch.full_like(row["labels"], IGNORED)}
+
+
+def _is_about_writing(error: RuntimeError) -> bool:
+    return any(word in str(error) for word in ("write", "writing", "PytorchStreamWriter", "No space", "I/O"))
+
+
+def _sync(folder: Path) -> None:
+    """Makes sure that a folder's files are on the disk before its name says that they are."""
+    for path in [*folder.rglob("*"), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
