@@ -191,6 +191,29 @@ def test_rows_that_restart_read_as_new_sequences_and_the_others_go_on(kind: str)
 
 
 @every_kind
+@torch.no_grad()
+def test_caches_that_are_put_together_read_on_like_each_of_them(kind: str) -> None:
+    made = model(kind)
+    ids, new = tokens(SEGMENT + 3, batch=3), tokens(TIME, batch=3, seed=7)
+    whole = made(ids, use_cache=True).past_key_values
+    rows = torch.tensor([True, False, True])
+    whole = made(new, past_key_values=whole, use_cache=True, restart=rows).past_key_values
+    some = whole.copy()
+    some.batch_select_indices(torch.tensor([0, 2]))
+    # buffers are as long as the longest row of a batch needs: this one was read alone
+    alone = made(ids[1:2], use_cache=True).past_key_values
+    alone = made(new[1:2], past_key_values=alone, use_cache=True).past_key_values
+    order = torch.tensor([0, 2, 1])
+    whole.batch_select_indices(order)
+    expected = made(ids[order], past_key_values=whole).logits
+    for parts in ([some, alone], [alone, some]):
+        joined = TitansCache.concatenate(parts)
+        if parts[0] is alone:
+            joined.batch_select_indices(torch.tensor([1, 2, 0]))
+        torch.testing.assert_close(made(ids[order], past_key_values=joined).logits, expected, rtol=0, atol=1e-9)
+
+
+@every_kind
 def test_every_parameter_takes_part_whichever_rows_restart(kind: str) -> None:
     made = model(kind)
     ids = tokens(TIME)

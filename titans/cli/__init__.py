@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli import bench, demo, inspect
+from titans.cli import bench, demo, experiment, generate, inspect, prepare, tokenizer, train
 
 app = typer.Typer(
     name="titans",
@@ -17,8 +17,13 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench.app, name="bench")
+app.add_typer(experiment.app, name="experiment")
 app.command("demo")(demo.demo)
+app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("prepare")(prepare.prepare)
+app.command("tokenizer")(tokenizer.tokenizer)
+app.command("train", context_settings=train.FLAGS)(train.train)
 
 
 def _print_version(wanted: bool) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans.layers.norm import RMSNorm
@@ -22,7 +23,25 @@ Self = TypeVar("Self", bound="_State")
 class _State:
     """What both kinds of attention state can do; every field is a tensor whose first dimension is the batch."""
 
+    right_aligned: ClassVar[bool]  # whether a sequence's tokens stand in its last slots or in its first
     length: Tensor
+    k: Tensor
+    v: Tensor
+
+    @classmethod
+    def concatenate(cls: type[Self], states: Sequence[Self]) -> Self:
+        """The sequences of several states, in order."""
+        slots = max(s.k.shape[2] for s in states)
+
+        def join(name: str) -> Any:
+            tensors = [getattr(s, name) for s in states]
+            if tensors[0] is None or tensors[0].ndim == 1:
+                return None if tensors[0] is None else torch.cat(tensors)
+            missing = [slots - x.shape[2] for x in tensors]
+            pads = [(0, 0, n, 0) if cls.right_aligned else (0, 0, 0, n) for n in missing]
+            return torch.cat([F.pad(x, pad) for x, pad in zip(tensors, pads, strict=True)])
+
+        return cls(**{f.name: join(f.name) for f in fields(cls)})
 
     @property
     def batch_size(self) -> int:
@@ -62,8 +81,7 @@ class WindowState(_State):
             tokens, the others are zero. There are as many slots as tokens so far (padding counted), up to window - 1.
     """
 
-    k: Tensor
-    v: Tensor
+    right_aligned: ClassVar[bool] = True
 
     @classmethod
     def create(
@@ -93,8 +111,7 @@ class SegmentState(_State):
         h_k, h_v: the same of what the memory said at each place; None: attention without memory.
     """
 
-    k: Tensor
-    v: Tensor
+    right_aligned: ClassVar[bool] = False
     h_k: Tensor | None
     h_v: Tensor | None
 

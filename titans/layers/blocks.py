@@ -7,9 +7,9 @@ restart (batch,) bool, True for rows that start a new sequence here, whatever th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState
 from titans.layers.memory import NeuralMemory
 from titans.layers.norm import RMSNorm
-from titans.ops.state import MemoryState
+from titans.ops.state import MemoryState, concatenate_or_zero
 
 EPS = 1e-6
 FFNS = ("swiglu", "plain")
@@ -66,6 +66,18 @@ class BlockState:
     def detach(self) -> BlockState:
         """The same values, cut off from the graph: where truncated backpropagation through time ends."""
         return self.map(Tensor.detach)
+
+    @classmethod
+    def concatenate(cls, states: Sequence[BlockState]) -> BlockState:
+        """The sequences of several states, in order."""
+        memories = [s.memory for s in states if s.memory is not None]
+        attentions: list[Any] = [s.attention for s in states if s.attention is not None]
+        return cls(
+            MemoryState.concatenate(memories) if memories else None,
+            type(attentions[0]).concatenate(attentions) if attentions else None,
+            tuple(torch.cat(parts) for parts in zip(*(s.start for s in states), strict=True)),
+            concatenate_or_zero([s.conv for s in states], [s.batch_size for s in states]),
+        )
 
     def reorder(self, indices: Tensor) -> BlockState:
         """Picks sequences by index, with repetition: what beam search needs."""

@@ -113,6 +113,15 @@ class TitansCache(Cache):
         other.layers = [copy.copy(layer) for layer in self.layers]
         return other
 
+    @classmethod
+    def concatenate(cls, caches: Sequence[TitansCache]) -> TitansCache:
+        """The sequences of several caches of one model, in order; each must have read something."""
+        joined = caches[0].copy()
+        for index, layer in enumerate(joined.layers):
+            layer.state = BlockState.concatenate([cache.layers[index].state for cache in caches])
+        joined.seen = max(cache.seen for cache in caches)
+        return joined
+
     def __deepcopy__(self, memo: dict[int, Any]) -> TitansCache:
         return self.copy()
 

@@ -131,6 +131,24 @@ class MemoryState:
             conv=each(self.conv, other.conv),
         )
 
+    @classmethod
+    def concatenate(cls, states: Sequence[MemoryState]) -> MemoryState:
+        """The sequences of several states, in order."""
+
+        def join(parts: Sequence[Sequence[Tensor]]) -> tuple[Tensor, ...]:
+            return tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True))
+
+        weights = join([s.weights for s in states])
+        whole = all(s.anchor is s.weights for s in states)
+        return cls(
+            weights=weights,
+            momentum=join([s.momentum for s in states]),
+            anchor=weights if whole else join([s.anchor for s in states]),
+            position=torch.cat([s.position for s in states]),
+            gram=concatenate_or_zero([s.gram for s in states], [s.batch_size for s in states]),
+            conv=join([s.conv for s in states]),
+        )
+
     def norms(self) -> dict[str, Tensor]:
         """Frobenius norms of weights and momentum, each (layers, batch, heads)."""
         return {
@@ -187,6 +205,15 @@ class MemoryState:
             gram=gram,
             conv=conv,
         )
+
+
+def concatenate_or_zero(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
+    """Tensors of these batch sizes, one after the other, zeros where there is none; None if there is none at all."""
+    some = next((part for part in parts if part is not None), None)
+    if some is None:
+        return None
+    pairs = zip(parts, sizes, strict=True)
+    return torch.cat([some.new_zeros(size, *some.shape[1:]) if part is None else part for part, size in pairs])
 
 
 def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:

@@ -17,7 +17,8 @@ PARALLEL = ("ddp", "fsdp2")
 FREE = frozenset(
     (
         "data", "output", "micro_batch", "workers", "log_every", "memory_stats_every", "eval_every", "eval_tokens",
-        "save_every", "keep", "trackers", "push_to_hub", "parallel", "compile", "gradient_checkpointing", "device",
+        "final_eval_tokens", "save_every", "keep", "trackers", "push_to_hub", "parallel", "compile",
+        "gradient_checkpointing", "device",
     )
 )  # fmt: skip
 
@@ -99,7 +100,9 @@ class TrainConfig:
     eval_every: int = 500
     """Steps between two validations; there is always one at the end. 0: only that one."""
     eval_tokens: int | None = 1_000_000
-    """Validation tokens, at most; None: all."""
+    """Validation tokens along the way, at most; None: all."""
+    final_eval_tokens: int | None = None
+    """The same of the validation at the end."""
     save_every: int = 500
     """Steps between two checkpoints; there is always one at the end."""
     keep: int = 2
@@ -114,8 +117,8 @@ class TrainConfig:
             _check_type(each.name, getattr(self, each.name), _hints()[each.name])
         least = {
             "length": 1, "batch_tokens": 1, "micro_batch": 1, "tokens": 1, "steps": 1, "carry": 0, "workers": 0,
-            "log_every": 1, "memory_stats_every": 0, "eval_every": 0, "eval_tokens": 1, "save_every": 1, "keep": 1,
-            "seed": 0,
+            "log_every": 1, "memory_stats_every": 0, "eval_every": 0, "eval_tokens": 1, "final_eval_tokens": 1,
+            "save_every": 1, "keep": 1, "seed": 0,
         }  # fmt: skip
         for name, bound in least.items():
             value = getattr(self, name)

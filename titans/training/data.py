@@ -100,6 +100,8 @@ class PackedRows(Dataset[Row]):
         return self.rows
 
     def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < self.rows:
+            raise IndexError(f"row {index} of {self.rows}")
         epoch, number = divmod(index, self.per_epoch)
         if self.in_order:
             return _row(self.store.read(number * self.length, (number + 1) * self.length + 1), self.length)
@@ -177,6 +179,8 @@ class CarriedRows(Dataset[Row]):
         return self.steps * self.lanes
 
     def __getitem__(self, index: int) -> Row:
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
         step, lane = divmod(index, self.lanes)
         start = int(self.starts[step, lane])
         if start < 0:

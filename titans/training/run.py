@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -29,6 +30,7 @@ from titans.training.tokenizer import load_tokenizer
 from titans.training.trainer import SAVING, MemoryTrainer
 
 RUN = "train.yaml"  # the config of a run, in its folder
+RESULT = "result.json"  # its last figures: a run that has them is complete
 TENSORBOARD = "tensorboard"
 Say = Callable[[str], None]
 
@@ -76,6 +78,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         say: told what is worth knowing, a sentence at a time; default: standard error.
     """
     logging.set_verbosity_error()
+    logging.disable_progress_bar()
     say = say or _to_stderr
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not config.output:
@@ -102,8 +105,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         if config.carry > 1:
             raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
         shard(model, args.device)
-    bar, stop = ProgressBar(), StopInOrder()
-    callbacks: list[Any] = [bar, MetricsFile(output), stop]
+    bar, file = ProgressBar(), MetricsFile(output)
+    callbacks: list[Any] = [bar, file, StopInOrder()]
     if "tensorboard" in config.trackers:
         board = TensorBoardCallback()
         board.logging_dir = str(output / TENSORBOARD)
@@ -123,8 +126,11 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     metrics: dict[str, float] = {}
     if finished:
         if data.validation is not None:
-            metrics = _last_validation(trainer) or trainer.evaluate()
-        metrics |= {"seconds": time.time() - start, "parameters": sum(p.numel() for p in model.parameters())}
+            trainer.at_the_end = True
+            metrics = trainer.evaluate()
+        spent = file.spent + time.process_time()
+        metrics |= {"seconds": time.time() - start, "cpu_seconds": spent}
+        metrics["parameters"] = sum(p.numel() for p in model.parameters())
         _finish(trainer, output, config, data, metrics, steps)
     elif rank == 0:
         say(f"stopped at step {trainer.state.global_step:,} of {steps:,}; --resume goes on.")
@@ -188,9 +194,7 @@ def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, ov
         change = config.what_changed(saved)
         if change is not None:
             name, before, now = change
-            raise ValueError(
-                f"the run in {output} has {name} {before!r}, this one {now!r}; expected the same"
-            )
+            raise ValueError(f"the run in {output} has {name} {before!r}, this one {now!r}; expected the same")
         if saved.get("data_fingerprint") != data.fingerprint:
             raise ValueError(f"the run in {output} was trained on other data than {config.data} holds now")
     elif output.is_dir() and any(output.iterdir()):
@@ -216,7 +220,7 @@ def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrit
     if overwrite and output.is_dir():
         for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD]:
             shutil.rmtree(path, ignore_errors=True)
-        for name in (METRICS, RUN):
+        for name in (METRICS, RESULT, RUN):
             (output / name).unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(output / SAVING, ignore_errors=True)
@@ -302,14 +306,6 @@ def _introduce(
         say(f"the memory is carried through {data.train.documents if data.train else 0:,} documents; {lengths}.")
 
 
-def _last_validation(trainer: MemoryTrainer) -> dict[str, float]:
-    """The figures of a validation at the last step, if there was one."""
-    for line in reversed(trainer.state.log_history):
-        if "eval_loss" in line and line["step"] == trainer.state.global_step:
-            return {name: value for name, value in line.items() if name.startswith("eval_")}
-    return {}
-
-
 def _finish(
     trainer: MemoryTrainer, output: Path, config: TrainConfig, data: Data, metrics: dict[str, float], steps: int
 ) -> None:
@@ -324,6 +320,8 @@ def _finish(
         for path in sorted(temporary.iterdir()):
             os.replace(path, output / path.name)
         temporary.rmdir()
+        figures = metrics | {"steps": steps, "tokens": steps * config.batch_tokens}
+        write_atomically(output / RESULT, json.dumps(figures, indent=2).encode())
     trainer._wait()
     if config.push_to_hub is not None and trainer.args.should_save:
         push(output, config.push_to_hub)

@@ -83,6 +83,7 @@ class MemoryTrainer(Trainer):
         self._micro = 0
         self._stats: dict[str, float] = {}
         self._saving = False
+        self.at_the_end = False  # whether this is the last validation
         self._clock = _Clock()
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler | None:
@@ -215,8 +216,9 @@ class MemoryTrainer(Trainer):
         else:
             rows = PackedRows(self.validation, config.length, None)
         count = len(rows)
-        if config.eval_tokens is not None:
-            count = min(count, max(together, config.eval_tokens // config.length // together * together))
+        limit = config.final_eval_tokens if self.at_the_end else config.eval_tokens
+        if limit is not None:
+            count = min(count, max(together, limit // config.length // together * together))
         for first in range(0, count, together):
             mine = range(first + size * self.args.process_index, first + size * (self.args.process_index + 1))
             batch = [rows[index] if index < count else _emptied(rows[0]) for index in mine]

@@ -1,0 +1,225 @@
+"""`titans generate`: go on with a text, after a document of any length, whose memory can be kept in a file."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import secrets
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from titans.models.generation import Session
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder with a saved model, or the name of one on the hub.")],
+    prompt: Annotated[str | None, typer.Argument(help="The text to go on with; - is standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from here; - is standard input.")] = None,
+    context: Annotated[Path | None, typer.Option(help="Read this document first, of any length.")] = None,
+    memory: Annotated[
+        Path | None, typer.Option(help="Go on from what was read into this file; --context adds to it.")
+    ] = None,
+    save_memory: Annotated[bool, typer.Option("--save-memory", help="Add prompt and answer to --memory too.")] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Write no more tokens than this.")] = 200,
+    temperature: Annotated[float, typer.Option(help="Below 1, likely tokens become likelier.")] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many tokens.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Choose among the tokens that make up this probability.")] = None,
+    greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the likeliest token.")] = False,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that were there are less likely.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="Of the choices; default: another one each time.")] = None,
+    stop: Annotated[list[str], typer.Option(help="End before this text; may be given again.")] = [],  # noqa: B006
+    echo: Annotated[bool, typer.Option(help="Print the prompt before the answer.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda...; default: a GPU if there is one.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: as saved.")] = None,
+) -> None:
+    """Go on with a text. A document can be read first, in constant memory, and what was read kept for later."""
+    text = _read_prompt(prompt, file)
+    _check_memory(memory, writes=save_memory or context is not None)
+    if not all(stop):
+        raise typer.BadParameter("--stop takes a text of at least one character.")
+    if save_memory and memory is None:
+        raise typer.BadParameter("--save-memory needs --memory with the file to save to.")
+    if importlib.util.find_spec("transformers") is None:
+        raise typer.BadParameter("generate needs transformers: pip install 'titan-memory[models]'.")
+    if context is not None:
+        _check_context(context)
+
+    from titans.models.generation import Sampling, Session, check_keeps_memory
+
+    report: dict[str, Any] = {"context_tokens": 0, "context_tokens_per_second": None}
+    try:
+        sampling = Sampling(
+            temperature, top_k, top_p, greedy, repetition_penalty, secrets.randbits(32) if seed is None else seed
+        )
+        kept = memory if memory is not None and memory.exists() else None
+        session = Session.load(model, kept, *_place(device, dtype))
+        if memory is not None:
+            check_keeps_memory(session.model, model)
+        if kept is not None:
+            _say(f"{_kept(session, kept)}.")
+        ids = session.encode(text or "", first=context is None)  # before the long reading, and not after it
+        if context is not None:
+            report |= _read_context(session, context, memory)
+        if text is not None or context is None or memory is None:
+            answer = _answer(session, ids, max_new_tokens, sampling, stop, text if echo else None, as_json)
+            report |= {"prompt_tokens": len(ids), "seed": sampling.seed, **answer}
+            if save_memory:
+                session.settle().save(memory)
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from error
+    if as_json:
+        _write(json.dumps(report, ensure_ascii=False) + "\n")
+
+
+def _read_prompt(prompt: str | None, file: Path | None) -> str | None:
+    if prompt is not None and file is not None:
+        raise typer.BadParameter("give the prompt, or --file with a file that holds it, and not both.")
+    if prompt == "-" or str(file) == "-":
+        data = sys.stdin.buffer.read()
+    elif file is not None:
+        data = file.read_bytes()
+    elif prompt is not None:
+        data = os.fsencode(prompt)
+    else:
+        return None
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise typer.BadParameter(f"the prompt is not UTF-8 at byte {error.start:,}.") from None
+
+
+def _check_memory(path: Path | None, writes: bool) -> None:
+    """Said before the work, not after it."""
+    if path is None:
+        return
+    if path.is_dir():
+        raise typer.BadParameter(f"{path} is a directory, a file name is needed.")
+    if not path.exists() and not writes:
+        raise typer.BadParameter(f"{path} is not there; --context or --save-memory would make it.")
+    if writes and not os.access(path.absolute().parent, os.W_OK):
+        raise typer.BadParameter(f"{path} cannot be written: {path.absolute().parent} is not a directory to write in.")
+
+
+def _check_context(path: Path) -> None:
+    """Looks through the whole file: reading it with a model takes far longer, and might fail at its very end."""
+    from titans.models.text import read_text
+
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return  # a pipe can be read only once
+    try:
+        with path.open("rb", buffering=0) as file:
+            if not sum(1 for _ in read_text(file, str(path))):
+                raise ValueError(f"{path} is empty")
+    except ValueError as error:
+        raise typer.BadParameter(f"{error}.") from error
+
+
+def _place(device: str | None, dtype: str | None) -> tuple[Any, Any]:
+    """Where the model goes, and of what kind its numbers are."""
+    import torch
+
+    if dtype is not None and dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype}; expected one of {', '.join(DTYPES)}")
+    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        place = torch.empty(0, device=name).device
+    except Exception as error:  # each kind of device has its own way to be missing
+        raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
+    return place, None if dtype is None else getattr(torch, dtype)
+
+
+def _read_context(session: Session, path: Path, memory: Path | None) -> dict[str, Any]:
+    """Reads a document with a bar of progress, and keeps it in ``memory`` once it has been read whole."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    from titans.models.text import read_text
+
+    if session.reader.grows:
+        _say(f"the cache of a {session.model.config.model_type} model grows with the context.")
+    figures = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} a second, time left")
+    columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), figures, TimeRemainingColumn())
+    screen = Console(stderr=True)
+    size = path.stat().st_size or None  # that of a pipe is not known
+    start = time.perf_counter()
+    try:
+        with (
+            path.open("rb", buffering=0) as file,
+            Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
+        ):
+            task = bar.add_task("", total=size, tokens=0, rate=0.0)
+
+            def show(count: int) -> None:
+                rate = count / (time.perf_counter() - start)
+                bar.update(task, completed=file.tell() if size else 0, tokens=count, rate=rate)
+
+            blocks = read_text(file, str(path))
+            first = next(blocks, None)
+            if first is None:
+                raise ValueError(f"{path} is empty")
+            count = session.read(chain([first], blocks), on_piece=show)
+    except KeyboardInterrupt:
+        if memory is not None:
+            state = "as it was" if memory.exists() else "not written"
+            _say(f"{path} was not read to its end: {memory} is {state}.")
+        raise
+    seconds = time.perf_counter() - start
+    done = f"read {count:,} tokens of {path} in {seconds:,.1f} s, {count / seconds:,.0f} a second"
+    if memory is not None:
+        session.cache.save(memory)
+        done += f"; {_kept(session, memory)}"
+    _say(f"{done}.")
+    return {"context_tokens": count, "context_tokens_per_second": count / seconds}
+
+
+def _answer(
+    session: Session,
+    ids: list[int],
+    max_new_tokens: int,
+    sampling: Any,
+    stops: list[str],
+    echo: str | None,
+    quiet: bool,
+) -> dict[str, Any]:
+    """Writes an answer as it comes, unless ``quiet``."""
+    shown = echo or ""
+    if not quiet:
+        _write(shown)
+    try:
+        answer = session.answer(ids, max_new_tokens, sampling, stops, None if quiet else _write)
+    except KeyboardInterrupt:
+        if not quiet:
+            _write("\n")
+        raise
+    if not quiet:
+        _write("\n")
+    return {
+        "text": shown + answer.text,
+        "tokens": answer.tokens,
+        "new_tokens": len(answer.tokens),
+        "finish": answer.finish,
+        "tokens_per_second": answer.tokens_per_second,
+    }
+
+
+def _kept(session: Session, memory: Path) -> str:
+    return f"{memory} holds {session.cache.seen:,} tokens in {memory.stat().st_size:,} bytes"
+
+
+def _say(words: str) -> None:
+    typer.echo(f"titans: {words}", err=True)
+
+
+def _write(text: str) -> None:
+    """To standard output, at once and in UTF-8, whatever the terminal believes in."""
+    typer.echo(text.encode(), nl=False)

@@ -1,0 +1,1 @@
+"""The paper's experiments: each trains and measures several models, and writes tables, figures and pictures."""

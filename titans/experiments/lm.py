@@ -1,0 +1,286 @@
+"""Language modelling at equal parameters and equal tokens: our models beside those they are compared with."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titans.evaluation.files import write_atomically
+from titans.models.baselines import NAMES, SIZES
+from titans.models.configuration import VARIANTS
+from titans.training.callbacks import METRICS, read_metrics
+from titans.training.config import TrainConfig, nearest
+from titans.training.prepare import load_prepared
+from titans.training.run import RESULT, RUN
+
+MODELS = ("lmm", "mac", "mag", "mal", "transformer++", "mamba2", "gated-deltanet", "sliding-window")
+QUICK_STEPS = 20
+EVAL_TOKENS = 50_000  # of the validations along the way; the last one reads all, unless quick
+POLL = 0.2  # seconds between two looks at the running models
+# Table 1 of the paper, 400M parameters and 15B tokens: perplexity on WikiText.
+PAPER = {
+    "mag": 23.59, "mal": 23.93, "lmm": 25.03, "gated-deltanet": 25.47, "mac": 25.61, "mamba2": 26.34,
+    "transformer++": 30.63,
+}  # fmt: skip
+Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is running
+
+
+@dataclass(frozen=True)
+class LMExperiment:
+    """What to compare, and how.
+
+    Attributes:
+        data: a prepared folder with a validation split.
+        out: folder of the experiment.
+        models: names of :data:`titans.models.baselines.NAMES`.
+        size: name of :data:`titans.models.baselines.SIZES`: all models get its number of parameters.
+        seeds: one run of every model for each.
+        tokens: of a run.
+        length, batch_tokens, learning_rate, warmup, weight_decay: as in a training config, the same for all models.
+        rates: learning rates of models that need another.
+        fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
+        evaluations: validations along a run.
+        at_a_time: runs side by side, one thread each.
+        quick: a few steps only.
+    """
+
+    data: str
+    out: str
+    models: tuple[str, ...] = MODELS
+    size: str = "1.5m"
+    seeds: tuple[int, ...] = (0, 1, 2)
+    tokens: int = 1_500_000
+    length: int = 256
+    batch_tokens: int = 1024
+    learning_rate: float = 4e-3
+    warmup: float = 0.05
+    weight_decay: float = 0.1
+    rates: dict[str, float] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    evaluations: int = 8
+    at_a_time: int = 2
+    quick: bool = False
+
+    def __post_init__(self) -> None:
+        for name in self.models:
+            if name not in NAMES:
+                raise ValueError(f"models has {name!r}: {nearest(name, NAMES)}")
+        if self.size not in SIZES:
+            raise ValueError(f"size is {self.size!r}: {nearest(self.size, SIZES)}")
+        if not self.models or not self.seeds:
+            raise ValueError("there is nothing to run; expected at least one model and one seed")
+        if self.at_a_time < 1:
+            raise ValueError(f"at_a_time is {self.at_a_time}; expected at least 1")
+
+    def config(self, model: str, seed: int) -> TrainConfig:
+        """The training run of a model and a seed."""
+        steps = QUICK_STEPS if self.quick else max(1, self.tokens // self.batch_tokens)
+        every = max(1, steps // max(1, self.evaluations))
+        own = f"{model}."
+        settings = {name.removeprefix(own): value for name, value in self.fields.items() if name.startswith(own)}
+        if model in VARIANTS:  # a preset's rule is its own
+            settings = {name: value for name, value in self.fields.items() if "." not in name} | settings
+        return TrainConfig(
+            model={"name": model, "size": self.size, **settings},
+            data=self.data,
+            output=str(Path(self.out) / "runs" / f"{model}-{seed}"),
+            length=self.length,
+            batch_tokens=self.batch_tokens,
+            micro_batch=self.batch_tokens // self.length,
+            steps=steps,
+            learning_rate=self.rates.get(model, self.learning_rate),
+            warmup=self.warmup,
+            weight_decay=self.weight_decay,
+            seed=seed,
+            log_every=max(1, min(20, every)),
+            memory_stats_every=every,
+            eval_every=every,
+            eval_tokens=EVAL_TOKENS,
+            final_eval_tokens=EVAL_TOKENS if self.quick else None,
+            save_every=max(1, steps // 4),
+            keep=1,
+            trackers=[],
+        )
+
+
+def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -> dict[str, Any]:
+    """Trains what is not trained yet, and writes lm.json, lm.md and lm.png into the experiment's folder.
+
+    Runs that were interrupted go on; those that are complete, and were made with the same settings, are kept. A
+    ``ValueError`` says what is wrong before anything is trained.
+    """
+    prepared = load_prepared(experiment.data)
+    if "validation" not in prepared.splits:
+        raise ValueError(f"{experiment.data} has no validation split; expected one: titans prepare --validation")
+    runs = [(model, seed) for seed in experiment.seeds for model in experiment.models]
+    configs = {run: experiment.config(*run) for run in runs}
+    for config in configs.values():
+        _check_run(config)
+    out = Path(experiment.out)
+    _train_all([config for config in configs.values() if not _is_done(config)], experiment, len(runs), progress)
+    report = {
+        "experiment": asdict(experiment),
+        "data": {"vocabulary": prepared.vocab_size, "splits": asdict(prepared)["splits"]},
+        "date": time.strftime("%Y-%m-%d"),
+        "runs": [_read_run(model, seed, configs[model, seed]) for model, seed in runs],
+    }
+    report["table"] = summarise_runs(report["runs"])
+    write_atomically(out / "lm.json", json.dumps(report, indent=2).encode())
+    write_atomically(out / "lm.md", markdown(report).encode())
+    draw(report, out / "lm.png")
+    return report
+
+
+def _check_run(config: TrainConfig) -> None:
+    saved = Path(config.output) / RUN
+    if saved.is_file():
+        change = config.what_changed(yaml.safe_load(saved.read_text(encoding="utf-8")))
+        if change is not None:
+            name, before, now = change
+            raise ValueError(
+                f"{config.output} was run with {name} {before!r} and is wanted with {now!r}; expected another --out"
+            )
+
+
+def _is_done(config: TrainConfig) -> bool:
+    return (Path(config.output) / RESULT).is_file()
+
+
+def _train_all(configs: Sequence[TrainConfig], experiment: LMExperiment, total: int, progress: Progress | None) -> None:
+    """A process a run, one thread each, ``at_a_time`` of them side by side."""
+    waiting, running = list(configs), dict[str, subprocess.Popen[str]]()
+    done = total - len(waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < experiment.at_a_time:
+                config = waiting.pop(0)
+                running[Path(config.output).name] = _start(config)
+            for name, process in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                done += 1
+                if process.returncode:
+                    log = Path(experiment.out) / "runs" / f"{name}.log"
+                    words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                    raise ValueError(f"the run {name} failed, see {log}: {words[-1] if words else 'no words'}")
+            if progress is not None:
+                progress(done, total, ", ".join(running))
+            time.sleep(POLL)
+    finally:
+        for process in running.values():
+            process.kill()
+
+
+def _start(config: TrainConfig) -> subprocess.Popen[str]:
+    output = Path(config.output)
+    file = output.parent / f"{output.name}.yaml"
+    write_atomically(file, yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
+    resume = ["--resume"] if (output / RUN).is_file() else []
+    command = [sys.executable, "-c", "from titans.cli import main; main()", "train", str(file), *resume]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    log = (output.parent / f"{output.name}.log").open("w", encoding="utf-8")
+    with log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
+
+
+def _read_run(model: str, seed: int, config: TrainConfig) -> dict[str, Any]:
+    """The figures of a finished run."""
+    folder = Path(config.output)
+    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+    lines = read_metrics(folder / METRICS)
+    points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}  # the last one of a step counts
+    curve = [(step * config.batch_tokens, loss) for step, loss in points.items()]
+    return {"model": model, "seed": seed, "curve": curve, "learning_rate": config.learning_rate, **result}
+
+
+def summarise_runs(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Mean and spread of every model over its seeds, the best first."""
+    rows = []
+    for model in dict.fromkeys(run["model"] for run in runs):
+        mine = [run for run in runs if run["model"] == model]
+        losses = [run["eval_loss"] for run in mine]
+        mean = statistics.fmean(losses)
+        rows.append(
+            {
+                "model": model,
+                "parameters": int(mine[0]["parameters"]),
+                "loss": mean,
+                "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+                "losses": losses,
+                "perplexity": math.exp(mean),
+                "learning_rate": mine[0]["learning_rate"],
+                "cpu_minutes": statistics.fmean(run["cpu_seconds"] for run in mine) / 60,
+                "paper": PAPER.get(model),
+            }
+        )
+    return sorted(rows, key=lambda row: row["loss"])
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The table, with what it was made of."""
+    experiment, runs = report["experiment"], report["runs"]
+    seeds = ", ".join(map(str, experiment["seeds"]))
+    lines = [
+        f"Validation loss (nats per token) after {int(runs[0]['tokens']):,} tokens, "
+        f"length {experiment['length']}, batch {experiment['batch_tokens']:,} tokens, "
+        f"vocabulary {report['data']['vocabulary']:,}, seeds {seeds}, {report['date']}.",
+        "",
+        "| model | parameters | loss | ± | each seed | perplexity | rate | CPU minutes | paper's perplexity at 400M |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in report["table"]:
+        spread = "" if row["spread"] is None else f"{row['spread']:.3f}"
+        each = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+        paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
+        lines.append(
+            f"| {row['model']} | {row['parameters']:,} | {row['loss']:.3f} | {spread} | {each} | "
+            f"{row['perplexity']:.2f} | {row['learning_rate']:g} | {row['cpu_minutes']:.1f} | {paper} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(report: dict[str, Any], path: Path) -> None:
+    """Validation loss along the training, and at its end with every seed."""
+    import io
+
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1.5, 1), layout="constrained")
+    names = [row["model"] for row in report["table"]]
+    colours = {name: f"C{index}" for index, name in enumerate(names)}
+    for name in names:
+        curves = [run["curve"] for run in report["runs"] if run["model"] == name]
+        tokens = [point[0] for point in curves[0]]
+        means = [statistics.fmean(curve[i][1] for curve in curves) for i in range(len(tokens))]
+        dashes = "-" if name in VARIANTS else "--"
+        left.plot(tokens, means, dashes, color=colours[name], label=name, linewidth=1.6)
+    left.set(xlabel="training tokens", ylabel="validation loss (nats per token)", xscale="log")
+    left.grid(alpha=0.3)
+    left.legend(fontsize=8, title="best first")
+    for place, row in enumerate(report["table"]):
+        right.plot(row["losses"], [place] * len(row["losses"]), "o", color=colours[row["model"]], alpha=0.5, ms=5)
+        right.plot(row["loss"], place, "|", color="black", ms=14)
+    right.set(xlabel="final validation loss (nats per token)", yticks=range(len(names)), yticklabels=names)
+    right.invert_yaxis()
+    right.grid(alpha=0.3, axis="x")
+    count = report["table"][0]["parameters"] / 1e6
+    figure.suptitle(f"Language modelling at about {count:.1f}M parameters: points are seeds, bars their mean")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=140)
+    pyplot.close(figure)
+    write_atomically(path, buffer.getvalue())

@@ -1,0 +1,124 @@
+"""A saved language model and its tokenizer, from a folder or the Hugging Face hub, or one sentence on why not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+BYTES = (256, 257)  # vocabularies of models that read bytes, without and with a token between texts
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
+HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
+# what is fetched of a model on the hub; copies of the weights for other programs are not
+HUB_FILES, NOT_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt"), ("*/*", "consolidated*")
+
+
+def load_model(
+    name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """A language model, ours or one of transformers, ready to run, and its tokenizer; None: it was saved without one.
+
+    Args:
+        name: a folder written by ``save_pretrained``, or the name of a model on the hub.
+        dtype: of the weights; None: as they were saved.
+    """
+    folder = Path(name)
+    if folder.is_file():
+        raise ValueError(f"{name} is a file; expected a folder written by save_pretrained")
+    if not folder.is_dir():
+        folder = _fetch(name)
+    read_config(folder / "config.json")
+    return load_folder(folder, device, dtype)
+
+
+def load_folder(
+    folder: Path, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel, Any]:
+    """As :func:`load_model`, from a folder that is known to have a config."""
+    with quiet():
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+            if type(config) not in AutoModelForCausalLM._model_mapping:
+                raise ValueError(f"a {config.model_type} model does not go on with a text")
+            model, info = AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=dtype or "auto", local_files_only=True, output_loading_info=True
+            )
+            if info["missing_keys"]:
+                raise ValueError(f"its weights lack {sorted(info['missing_keys'])[0]}")
+            model = model.to(device).eval()
+        except Exception as error:  # a damaged file raises whatever its reader raises
+            raise ValueError(f"{folder} cannot be loaded: {sentence(error)}") from error
+        return model, _load_tokenizer(folder)
+
+
+def bytes_for(model: PreTrainedModel, name: str) -> Any:
+    """The tokenizer of a model that was saved without one: it reads bytes, if its vocabulary is of that size."""
+    size = model.get_input_embeddings().num_embeddings
+    if size not in BYTES:
+        sizes = " or ".join(map(str, BYTES))
+        raise ValueError(f"{name} has no tokenizer and a vocabulary of {size}; expected {sizes}, to read bytes")
+    from titans.training.tokenizer import byte_tokenizer
+
+    return byte_tokenizer()
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """The fields of a config file."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; expected a folder written by save_pretrained")
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {sentence(error)}") from error
+    return dict(fields) if isinstance(fields, dict) else {}
+
+
+def _load_tokenizer(folder: Path) -> Any:
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise ValueError(f"the tokenizer in {folder} cannot be loaded: {sentence(error)}") from error
+
+
+def _fetch(name: str) -> Path:
+    """The folder that a model on the hub is kept in, after it has been downloaded if need be."""
+    from huggingface_hub import snapshot_download
+
+    from titans.training.tokenizer import may_be_on_hub
+
+    expected = "expected a folder written by save_pretrained or the name of a model on the Hugging Face hub"
+    if not may_be_on_hub(name, HUB_NAME):
+        raise ValueError(f"{name} is not there; {expected}")
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(NOT_HUB_FILES)))
+    except Exception as error:  # no such model, no network, no room: each its own class
+        raise ValueError(
+            f"{name} is not there, and was not found on the hub ({type(error).__name__}); {expected}"
+        ) from error
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without progress bars and warnings: what matters of them comes as an error."""
+    verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if had_bars:
+            logging.enable_progress_bar()
+
+
+def sentence(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
