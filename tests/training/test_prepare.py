@@ -90,7 +90,8 @@ def test_a_set_holds_what_was_promised(folder: Path) -> None:
     assert AutoTokenizer.from_pretrained("out/tokenizer").eos_token_id == EOS
     data = load_prepared("out").open()
     assert str(data.features.arrow_schema.field("input_ids").type) == "list<item: int32>"
-    assert data._fingerprint.startswith(report.prepared.fingerprint)
+    state = json.loads(Path("out/train/state.json").read_text())
+    assert (state["_fingerprint"], state["_split"]) == (f"{report.prepared.fingerprint}-train", "train")
     assert sorted(path.name for path in Path("out").iterdir()) == ["prepared.json", "tokenizer", "train"]
 
 

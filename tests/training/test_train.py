@@ -1,0 +1,335 @@
+"""A run gives the same losses however it is cut: by kills, processes of data, accumulation, or checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start
+from titans import TitansForCausalLM
+from titans.training import run, trainer
+from titans.training.build import make_model
+from titans.training.config import TrainConfig
+from titans.training.data import TokenStore
+from titans.training.run import train
+from titans.training.trainer import MemoryTrainer
+
+Make = Callable[..., TrainConfig]
+EXACT = 1e-6
+
+
+def close(one: dict[int, float], other: dict[int, float], tolerance: float = EXACT) -> None:
+    assert one.keys() == other.keys()
+    assert all(abs(one[step] - other[step]) <= tolerance for step in one), (one, other)
+
+
+@pytest.mark.parametrize("name", ["lmm", "mac", "mag", "mal", "gated-deltanet", "transformer++"])
+def test_a_run_leaves_a_model_that_the_auto_classes_load(name: str, tiny: Make) -> None:
+    config = tiny(name, steps=3)
+    result = train(config, say=lambda words: None)
+    assert result.finished and result.steps == 3
+    model = AutoModelForCausalLM.from_pretrained(config.output)
+    tokenizer = AutoTokenizer.from_pretrained(config.output)
+    ids = tokenizer("abc", return_tensors="pt")["input_ids"]
+    assert torch.isfinite(model(ids).logits).all()
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 256
+    card = Path(config.output, "README.md").read_text(encoding="utf-8")
+    assert f"{result.metrics['eval_loss']:.4f}" in card and card.startswith("---\nlibrary_name: transformers")
+    assert sorted(losses(config.output)) == [1, 2, 3]
+
+
+def test_the_loss_goes_down(tiny: Make) -> None:
+    config = tiny("mag", steps=60, learning_rate=1e-2)
+    before = train(tiny("mag", steps=1, learning_rate=1e-9, output="first"), say=lambda words: None)
+    after = train(config, say=lambda words: None)
+    assert after.metrics["eval_loss"] < before.metrics["eval_loss"] - 1.5
+
+
+@pytest.mark.parametrize("carry", [0, 2])
+def test_a_killed_run_goes_on_to_the_same_losses(carry: int, tiny: Make) -> None:
+    """SIGKILL at some moment between two checkpoints, with two data workers."""
+    whole = tiny("mac", "whole", carry=carry, steps=14)
+    train(whole, say=lambda words: None)
+    killed = tiny("mac", "killed", carry=carry, steps=14, workers=2)
+    process = start(command(killed))
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        if Path(killed.output, "metrics.jsonl").is_file() and len(losses(killed.output)) >= 4:
+            break
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert run.last_checkpoint(Path(killed.output)) is not None
+    assert not Path(killed.output, "result.json").exists()
+    train(killed, resume=True, say=lambda words: None)
+    close(losses(killed.output), losses(whole.output))
+
+
+@pytest.mark.parametrize("place", ["_save_optimizer_and_scheduler", "_save_rng_state", "_save_lanes"])
+def test_a_checkpoint_that_was_being_written_never_wins(place: str, tiny: Make, tmp_path: Path) -> None:
+    """The process kills itself while it writes its second checkpoint."""
+    whole = tiny("mac", "whole", carry=1, steps=10)
+    killed = tiny("mac", "killed", carry=1, steps=10)
+    script = tmp_path / "killed.py"
+    script.write_text(
+        f"""
+import os, signal
+from titans.cli import main
+from titans.training.trainer import MemoryTrainer
+
+def die(self, *args):
+    if self.state.global_step == 6:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return old(self, *args)
+
+old = MemoryTrainer.{place}
+MemoryTrainer.{place} = die
+main()
+""",
+        encoding="utf-8",
+    )
+    words = command(killed)
+    finish([words[0], str(script), *words[3:]], code=-signal.SIGKILL)
+    output = Path(killed.output)
+    assert [path.name for path in run.checkpoints(output)] == ["checkpoint-3"]
+    assert (output / ".saving" / "checkpoint-6").is_dir()
+    train(killed, resume=True, say=lambda words: None)
+    assert not (output / ".saving").exists()
+    train(whole, say=lambda words: None)
+    close(losses(killed.output), losses(whole.output))
+
+
+def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_the_last_one_stays(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny(steps=8)
+    save = torch.save
+
+    def full(*args: Any, **kwargs: Any) -> None:
+        if "checkpoint-6" in str(args[1]):
+            raise RuntimeError("[enforce fail at inline_container.cc] . PytorchStreamWriter failed writing file data/0")
+        save(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", full)
+    with pytest.raises(OSError, match=r"the checkpoint of step 6 could not be written to .*; the one before it stays"):
+        train(config, say=lambda words: None)
+    assert run.last_checkpoint(Path(config.output)) == Path(config.output) / "checkpoint-3"
+
+
+def test_sigterm_saves_and_stops_in_order(tiny: Make) -> None:
+    config = tiny(steps=400, save_every=1000)
+    process = start(command(config))
+    while process.poll() is None and not (Path(config.output, "metrics.jsonl").is_file() and losses(config.output)):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0 and "--resume goes on" in said
+    last = run.last_checkpoint(Path(config.output))
+    assert last is not None and int(last.name[11:]) == max(losses(config.output)) < 400
+
+
+@pytest.mark.parametrize("carry", [0, 1, 2])
+def test_accumulation_and_workers_change_nothing(carry: int, tiny: Make) -> None:
+    runs = {
+        "whole": {},
+        "split": {"micro_batch": 1},
+        "workers": {"workers": 2, "micro_batch": 2},
+        "checkpointing": {"gradient_checkpointing": True},
+    }
+    for name, fields in runs.items():
+        train(tiny("mag", name, carry=carry, steps=5, **fields), say=lambda words: None)
+    whole = losses(tiny(output="whole").output)
+    for name in ("split", "workers", "checkpointing"):
+        close(losses(tiny(output=name).output), whole, 1e-5)
+
+
+def test_a_resumed_run_may_use_other_batches_and_keeps_its_lanes(tiny: Make) -> None:
+    whole = tiny("mal", "whole", carry=1, steps=6)
+    train(whole, say=lambda words: None)
+    cut = tiny("mal", "cut", carry=1, steps=6, micro_batch=2)
+    train(cut, say=lambda words: None)
+    for path in run.checkpoints(Path(cut.output))[1:]:
+        path.rename(path.with_name("later"))
+    assert len(list(Path(cut.output, "checkpoint-3").glob("memory-*"))) == ROWS // 2
+    train(tiny("mal", "cut", carry=1, steps=6, micro_batch=1), resume=True, say=lambda words: None)
+    close(losses(cut.output), losses(whole.output), 1e-5)
+
+
+def test_carried_training_reads_a_document_as_one_call_would(prepared: Path, tiny: Make) -> None:
+    """The loss of the pieces of a document, carried, is that of the whole document at once."""
+    config = tiny("mac", carry=1, learning_rate=1e-12, weight_decay=0.0, steps=4, batch_tokens=LENGTH)
+    documents = [list(range(1, 1 + 4 * LENGTH))]
+    store = TokenStore.from_documents(documents)
+    data = run.open_data(config)
+    rows = run.make_rows(config, run.Data(data.tokenizer, store, None, "x"), 4)
+    model = make_model(config, 257, 256)
+    expected = model.eval()(torch.tensor(documents)).logits[0, :-1]
+    each = torch.nn.functional.cross_entropy(expected, torch.tensor(documents[0][1:]), reduction="none")
+    args = run._arguments(config, Path(config.output), 4, 1, 1, validates=False)
+    MemoryTrainer(config, model, args, rows, callbacks=[run.MetricsFile(Path(config.output))]).train()
+    wanted = {step + 1: float(part.mean()) for step, part in enumerate(each.split(LENGTH))}
+    close(losses(config.output), wanted, 1e-5)
+
+
+@pytest.mark.parametrize("carry", [0, 1])
+def test_validation_does_not_depend_on_how_it_is_batched(carry: int, tiny: Make) -> None:
+    results = [
+        train(tiny("mag", f"run{size}", carry=carry, steps=2, micro_batch=size), say=lambda words: None).metrics
+        for size in (1, 4)
+    ]
+    assert abs(results[0]["eval_loss"] - results[1]["eval_loss"]) < 1e-5
+    assert results[0]["eval_tokens"] == results[1]["eval_tokens"] > 100
+
+
+def test_every_layer_says_what_its_memory_does(tiny: Make) -> None:
+    config = tiny("mac", steps=4, memory_stats_every=2, carry=1)
+    train(config, say=lambda words: None)
+    lines = [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
+    looked = [line for line in lines if "memory/layer0/alpha" in line]
+    assert [line["step"] for line in looked] == [2, 4]
+    for layer in range(2):
+        for name in ("theta", "alpha", "eta", "surprise", "norm", "moved"):
+            assert looked[0][f"memory/layer{layer}/{name}"] > 0
+
+
+def test_looking_at_the_memory_changes_no_loss(tiny: Make) -> None:
+    for every in (0, 1):
+        train(tiny("lmm", f"run{every}", steps=4, memory_stats_every=every, carry=1), say=lambda words: None)
+    close(losses(tiny(output="run1").output), losses(tiny(output="run0").output), 0)
+
+
+def test_tensorboard_has_the_figures(tiny: Make) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = tiny(steps=3, trackers=["tensorboard"], memory_stats_every=1)
+    train(config, say=lambda words: None)
+    board = EventAccumulator(str(Path(config.output, "tensorboard")))
+    board.Reload()
+    names = board.Tags()["scalars"]
+    assert {"train/loss", "train/perplexity", "train/tokens_per_second", "eval/loss"} <= set(names)
+    assert any("layer0/surprise" in name for name in names)
+
+
+def test_outer_gradients_of_first_order_are_others_and_reach_the_model(tiny: Make) -> None:
+    for order in ("second", "first"):
+        config = tiny("lmm", order, steps=4, outer_gradients=order, learning_rate=1e-2)
+        train(config, say=lambda words: None)
+        model = TitansForCausalLM.from_pretrained(config.output)
+        assert model.config.memory_first_order == (order == "first")
+    second, first = losses(tiny(output="second").output), losses(tiny(output="first").output)
+    assert abs(second[1] - first[1]) < EXACT < abs(second[4] - first[4])
+
+
+def test_norms_biases_gates_and_the_memorys_start_are_not_decayed(tiny: Make) -> None:
+    for name in ("lmm", "mac", "mag", "mal", "transformer++"):
+        config = tiny(name)
+        model = make_model(config, 257, 256)
+        args = run._arguments(config, Path(config.output), 4, 4, 1, validates=False)
+        decayed = set(MemoryTrainer(config, model, args, None).get_decay_parameter_names(model))
+        for path, parameter in model.named_parameters():
+            words = path.rpartition(".")[0] + " " + path
+            free = any(word in words for word in ("norm", "bias", "to_gates", "initial", "conv", "persistent", "shift"))
+            assert (path in decayed) == (not free), path
+            assert parameter.ndim == 2 or path not in decayed
+
+
+def test_bf16_keeps_the_memory_in_float32(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[torch.dtype] = []
+    detach = trainer.TitansCache.detach
+
+    def look(cache: Any) -> Any:
+        kept.extend(w.dtype for layer in cache.layers for w in layer.state.memory.weights)
+        return detach(cache)
+
+    monkeypatch.setattr(trainer.TitansCache, "detach", look)
+    config = tiny("mac", carry=1, precision="bf16", steps=4)
+    train(config, say=lambda words: None)
+    assert set(kept) == {torch.float32}
+    assert all(0 < loss < 10 for loss in losses(config.output).values())
+    assert {p.dtype for p in TitansForCausalLM.from_pretrained(config.output).parameters()} == {torch.float32}
+
+
+def test_where_compiling_fails_the_run_says_so_and_goes_on(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("no compiler\nhere")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    said: list[str] = []
+    result = train(tiny(steps=2, compile=True), say=said.append)
+    assert result.finished
+    assert [words for words in said if "torch.compile failed, so the model runs without it: no compiler here" in words]
+
+
+def test_a_trained_model_is_a_start_for_another_run(tiny: Make) -> None:
+    first = tiny("mag", "first", steps=20, learning_rate=1e-2)
+    before = train(first, say=lambda words: None)
+    second = tiny("mag", "second", steps=1, learning_rate=1e-9)
+    fields = second.to_dict() | {"model": {"pretrained": first.output}}
+    after = train(TrainConfig(**fields), say=lambda words: None)
+    assert abs(before.metrics["eval_loss"] - after.metrics["eval_loss"]) < 1e-4
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+def test_two_processes_train_as_one(parallel: str, tiny: Make) -> None:
+    """Carried memory; the checkpoint of two processes goes on as one, and the other way round."""
+    alone = tiny("mac", "alone", carry=1, steps=8)
+    train(alone, say=lambda words: None)
+    together = tiny("mac", "together", carry=1, steps=8, parallel=parallel, micro_batch=2, memory_stats_every=4)
+    finish(command(together, processes=2))
+    close(losses(together.output), losses(alone.output), 1e-4)
+    _forget_the_last(alone.output, together.output)
+    train(together, resume=True, say=lambda words: None)
+    back = tiny("mac", "alone", carry=1, steps=8, parallel=parallel, micro_batch=1)
+    finish(command(back, "--resume", processes=2))
+    close(losses(together.output), losses(alone.output), 1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("carry", [0, 1])
+@pytest.mark.parametrize("name", ["lmm", "mac", "mag", "mal"])
+def test_every_variant_trains_alike_in_one_process_two_and_two_sharded(name: str, carry: int, tiny: Make) -> None:
+    alone = tiny(name, "alone", carry=carry, steps=20, save_every=10)
+    train(alone, say=lambda words: None)
+    for parallel in ("ddp", "fsdp2"):
+        config = tiny(name, parallel, carry=carry, steps=20, save_every=10, parallel=parallel, micro_batch=2)
+        finish(command(config, processes=2))
+        close(losses(config.output), losses(alone.output), 1e-4)
+    # each goes on from the checkpoint of another
+    folders = {kind: Path(tiny(name, kind).output) for kind in ("alone", "ddp", "fsdp2")}
+    _forget_the_last(*folders.values())
+    held = {kind: (folder / "checkpoint-10").rename(folder / "held") for kind, folder in folders.items()}
+    for kind, source in (("alone", "fsdp2"), ("ddp", "alone"), ("fsdp2", "ddp")):
+        held[source].rename(folders[kind] / "checkpoint-10")
+    expected = losses(alone.output)
+    train(alone, resume=True, say=lambda words: None)
+    close(losses(alone.output), expected, 1e-4)
+    for parallel in ("ddp", "fsdp2"):
+        config = tiny(name, parallel, carry=carry, steps=20, save_every=10, parallel=parallel, micro_batch=2)
+        finish(command(config, "--resume", processes=2))
+        close(losses(config.output), expected, 1e-4)
+
+
+def _forget_the_last(*outputs: str | Path) -> None:
+    """Leaves the first checkpoint only, as if the run had been stopped after it."""
+    for output in map(Path, outputs):
+        for path in run.checkpoints(output)[1:]:
+            path.rename(path.with_name(f"later-{path.name}"))
+        (output / "result.json").unlink()
+
+
+def test_importing_the_package_needs_none_of_this() -> None:
+    code = "import sys, titans; print([m for m in ('datasets', 'accelerate', 'yaml') if m in sys.modules])"
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    said = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
