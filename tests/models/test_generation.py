@@ -361,6 +361,8 @@ def test_special_tokens_stand_at_the_very_beginning_only() -> None:
     resumed = Session(made, talk.tokenizer, talk.cache)
     assert resumed.encode("times") == plain
     assert resumed.encode("") == [1]
+    resumed.read(["times"])
+    assert resumed.cache.seen == 1 + 2 * len(plain)
 
 
 def test_an_empty_prompt_needs_a_token_to_begin_with() -> None:

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import re
 import tracemalloc
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,7 @@ from titans.training.tokenizer import byte_tokenizer, save_tokenizer, train_toke
 
 EOS = 256  # of the byte tokenizer
 PROSE = "".join(random.Random(0).choices([*"abcdefgh     \n", "\n\n", "  ", " é", "漢字", "don't ", ". "], k=4000))
-slow_disk = settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+slow_disk = settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -66,9 +67,6 @@ def write_jsonl(path: str, documents: Sequence[Any], column: str = "text") -> No
 def content(out: str | Path) -> dict[str, bytes]:
     """Every file of a set."""
     return {str(path.relative_to(out)): path.read_bytes() for path in sorted(Path(out).rglob("*")) if path.is_file()}
-
-
-# ---
 
 
 def test_a_set_holds_what_was_promised(folder: Path) -> None:
@@ -116,15 +114,15 @@ def test_a_byte_order_mark_is_not_text(folder: Path) -> None:
     assert texts("out") == ["hello", "line", "packed"]
 
 
-@example(text="aXXXbXXXXXc", separator="XX", shard=1, packed=False)
-@example(text="X" * 400, separator="XXX", shard=1, packed=False)
-@example(text=" " * 300 + "XX" + "a" * 300, separator="XX", shard=1, packed=False)
+@example(text="aXXXbXXXXXc", separator="XX", shard=64, packed=False)
+@example(text="X" * 400, separator="XXX", shard=64, packed=False)
+@example(text=" " * 300 + "XX" + "a" * 300, separator="XX", shard=64, packed=False)
 @given(
     text=st.lists(st.sampled_from(["a", "bc ", "é", "漢", "X", "XX", "\n", "X\nX", "word " * 40, " " * 70])).map(
         "".join
     ),
     separator=st.sampled_from(["X", "XX", "XXX", "\n", "X\nX", "\n\n", "é"]),
-    shard=st.integers(1, 200),
+    shard=st.integers(64, 300),
     packed=st.booleans(),
 )
 @slow_disk
@@ -144,7 +142,7 @@ def test_a_separator_cuts_like_split_wherever_shards_begin(
         assert not Path("new").exists()
 
 
-@pytest.mark.parametrize("shard", [50, 700, 3000, 1 << 20])
+@pytest.mark.parametrize("shard", [64, 700, 3000, 1 << 20])
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl", "a.jsonl.gz", "a.parquet"])
 def test_a_long_document_is_one_row_with_the_tokens_it_has_as_a_whole(
     folder: Path, bpe: str, name: str, shard: int
@@ -180,23 +178,22 @@ GPT4 = (
     text=st.lists(st.sampled_from([*"a1.' \n\t", "\u3000", "\u2028", "é", "'s", "bc", "  "]), min_size=12).map("".join),
     pattern=st.sampled_from([GPT2, GPT4]),
 )
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 def test_words_of_gpt2_and_gpt4_are_the_same_on_both_sides_of_a_cut(text: str, pattern: str) -> None:
     data = text.encode()
     cut = find_cut(data)
     parts = data[:cut].decode(), data[cut:].decode()
     split = pre_tokenizers.Split(Regex(pattern), "isolated")
     words = [[word for word, _ in split.pre_tokenize_str(part)] for part in (text, *parts)]
-    single_space = any(a.strip() and b == " " and c.strip() for a, b, c in zip(text[3:-6], text[4:-5], text[5:-4]))
-    any_space = any(b.isspace() and c.strip() for b, c in zip(text[4:-5], text[5:-4]))
-    if single_space or (pattern == GPT2 and any_space):
+    inside = text[3:-4]  # with the character in front of the first place where a cut may be
+    if re.search(r"\S \S", inside) or (pattern == GPT2 and re.search(r"\s\S", inside[1:])):
         assert words[0] == words[1] + words[2]
 
 
 def test_jsonl_is_the_same_in_shards_of_any_size(folder: Path) -> None:
     documents = [f"{i} " + "x" * (i * 37 % 200) for i in range(60)]
     write_jsonl("a.jsonl", documents, "body")
-    for shard in (1, 100, 1 << 20):
+    for shard in (64, 100, 1 << 20):
         prepare(["a.jsonl"], f"out{shard}", reading=Reading(text_column="body", shard_bytes=shard), workers=2)
         assert texts(f"out{shard}") == documents
 
@@ -206,7 +203,7 @@ def test_parquet_is_the_same_in_shards_of_any_size(folder: Path, kind: pa.DataTy
     documents = [f"{i} é" * (i % 7 + 1) for i in range(200)]
     column = pa.array([*documents, None, ""]).cast(kind)
     pq.write_table(pa.table({"id": range(202), "text": column}), "a.parquet", row_group_size=30)
-    for shard in (1, 2000, 1 << 20):
+    for shard in (64, 2000, 1 << 20):
         assert prepare(["a.parquet"], f"out{shard}", reading=Reading(shard_bytes=shard), workers=2).blank == 2
         assert texts(f"out{shard}") == documents
 
@@ -258,9 +255,6 @@ def test_what_is_wrong_with_a_dataset_of_the_hub_is_said(hub: None, name: str, r
     assert not Path("out").exists()
 
 
-# --- validation
-
-
 def test_a_part_of_many_documents_is_validation_chosen_by_the_seed(folder: Path) -> None:
     documents = [f"document {i}" for i in range(50)]
     write_jsonl("a.jsonl", documents)
@@ -288,10 +282,10 @@ def test_a_part_of_many_documents_is_validation_chosen_by_the_seed(folder: Path)
         (["01234", "abcde"], 0.5, ["01234"], ["abcde"]),
         (["01234", "abcde"], 0.25, ["01234", "abc"], ["de"]),
         (["01234", "abcde"], 0.75, ["012"], ["34", "abcde"]),
-        (["01234", " ", "abcde", "x"], 0.15, ["01234", "abcd"], ["e", "x"]),
+        (["01234", " ", "abcde", "x"], 0.2, ["01234", "abcd"], ["e", "x"]),
     ],
 )
-@pytest.mark.parametrize("shard", [1, 1 << 20])
+@pytest.mark.parametrize("shard", [64, 1 << 20])
 def test_of_few_documents_the_last_tokens_are_validation(
     folder: Path, documents: list[str], fraction: float, train: list[str], validation: list[str], shard: int
 ) -> None:
@@ -314,9 +308,6 @@ def test_files_of_the_validation_are_not_trained_on(folder: Path) -> None:
         prepare(["2.txt"], "new", validation=["."])
 
 
-# --- shards, workers and stops
-
-
 @pytest.fixture
 def many(folder: Path) -> list[str]:
     """Sources of all kinds, with a document that goes over many shards."""
@@ -337,36 +328,32 @@ def test_any_number_of_workers_gives_the_same_files(many: list[str], bpe: str) -
 
 
 class Stop:
-    """Presses Ctrl-C at the n-th sign of progress, and counts the documents up to there."""
+    """Presses Ctrl-C at the n-th sign of progress of a stage, and counts what has been tokenised up to there."""
 
-    def __init__(self, after: int | None = None) -> None:
-        self.after, self.seen, self.documents = after, 0, 0
+    def __init__(self, after: int | None = None, stage: str = "tokenising") -> None:
+        self.after, self.stage, self.seen, self.documents = after, stage, 0, 0
 
     def __call__(self, progress: Progress) -> None:
-        self.seen += 1
         if progress.stage == "tokenising":
             self.documents = progress.documents
+        self.seen += progress.stage == self.stage
         if self.seen == self.after:
             raise KeyboardInterrupt
 
 
 def test_stopped_work_goes_on_and_ends_as_if_it_had_not_been_stopped(many: list[str], bpe: str) -> None:
-    whole = Stop()
+    whole, last = Stop(), Stop()
     prepare(many, "whole", bpe, validation=0.2, reading=SMALL, on_progress=whole)
-    documents = 0
-    for after in (9, 9, whole.seen - 30):  # the last one while the set is written
-        stop = Stop(after)
+    stops = [Stop(9), Stop(19), Stop(3, "writing")]
+    for stop in stops:
         with pytest.raises(KeyboardInterrupt):
             prepare(many, "out", bpe, validation=0.2, reading=SMALL, workers=2, on_progress=stop)
-        documents += stop.documents
         assert not Path("out/prepared.json").exists()
-        with pytest.raises(
-            ValueError, match="out is not finished; `titans prepare` with the same arguments finishes it"
-        ):
+        with pytest.raises(ValueError, match="out is not finished; `titans prepare` with the same arguments finishes"):
             load_prepared("out")
-    last = Stop()
     prepare(many, "out", bpe, validation=0.2, reading=SMALL, workers=2, on_progress=last)
-    assert last.documents < 10, "what was done was done again"
+    assert [stop.documents < whole.documents for stop in stops] == [True, True, True], "work was done again"
+    assert last.documents == 0, "work was done again"
     assert content("out") == content("whole")
 
 
@@ -408,9 +395,7 @@ def test_a_folder_with_something_else_is_never_touched(folder: Path) -> None:
     Path("out/train").mkdir(parents=True)
     Path("out/train/precious.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(
-            ValueError, match="out holds something that is no prepared set; expected a folder that is n"
-        ):
+        with pytest.raises(ValueError, match="out holds something that is no prepared set; expected a folder"):
             prepare(["a.txt"], "out", overwrite=overwrite)
     assert content("out") == {"train/precious.txt": b"mine"}
 
@@ -462,9 +447,10 @@ def test_a_document_that_is_too_long_for_a_row_goes_on_in_the_next(tmp_path: Pat
     assert documents == [b"ab ab ab \0", b"ab ab ab \0", b"ab end\0", b"x\0"]
 
 
-def test_a_large_file_is_not_held_in_memory(folder: Path) -> None:
+def test_a_large_file_is_not_held_in_memory(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "MAX_IN_MEMORY", 1 << 18)
     with Path("a.txt").open("w") as file:
-        for i in range(300):
+        for i in range(120):
             file.write(f"{i} " + "some words " * 3000)
     size = os.path.getsize("a.txt")
     write_jsonl("b.jsonl", ["word " * 200] * (size // 1000))
@@ -480,7 +466,7 @@ def test_blank_pieces_of_a_document_that_has_text_are_kept(folder: Path) -> None
     text = "a" + " " * 500 + "b" + "\n" * 500
     Path("a.txt").write_text(text)
     Path("b.txt").write_text(" " * 900)
-    report = prepare(["a.txt", "b.txt"], "out", reading=Reading(shard_bytes=40))
+    report = prepare(["a.txt", "b.txt"], "out", reading=Reading(shard_bytes=64))
     assert texts("out") == [text]
     assert report.blank == 1
 
@@ -498,16 +484,13 @@ def test_literal_special_tokens_are_text(folder: Path, bpe: str) -> None:
 
 def test_a_sample_is_taken_from_all_over_the_sources(folder: Path) -> None:
     for i in range(10):
-        Path(f"{i}.txt").write_text(str(i) * (1 << 20))
+        Path(f"{i}.txt").write_text(str(i) * (1 << 20))  # as much as is taken in one place
     found, reading = find_sources(["."], Reading()), Reading()
     sample = list(sample_texts(found, reading, 5 << 20))
     assert sum(map(len, sample)) == 5 << 20
     assert len({text[0] for text in sample}) >= 5
     assert "".join(sample_texts(found, reading, 3)) == "000"
     assert sum(map(len, sample_texts(found, reading, 11 << 20))) == 10 << 20
-
-
-# --- what is refused
 
 
 BAD = {
@@ -533,6 +516,24 @@ BAD = {
 }
 
 
+@pytest.fixture(scope="module")
+def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which nothing is as it should be."""
+    folder = tmp_path_factory.mktemp("bad")
+    files = folder / "files"
+    (files / "none").mkdir(parents=True)
+    for name, data in BAD.items():
+        (files / name).write_bytes(data)
+    table = pa.table({"text": [PROSE] * 9})
+    pq.write_table(table, files / "whole.parquet", compression="none", use_dictionary=False)
+    data = (files / "whole.parquet").read_bytes()
+    (files / "cut.parquet").write_bytes(data[:-100])
+    (files / "hole.parquet").write_bytes(data[:4] + bytes(1000) + data[1004:])
+    pq.write_table(table.rename_columns(["texts"]), files / "other.parquet")
+    pq.write_table(pa.table({"text": [1, 2]}), files / "int.parquet")
+    return folder
+
+
 @pytest.mark.parametrize(
     ("names", "options", "words"),
     [
@@ -544,6 +545,7 @@ BAD = {
         (["files/latin.txt"], {}, "files/latin.txt is not text: byte 3 is 0xe9; expected UTF-8 without NUL bytes."),
         (["files/nul.txt"], {}, "files/nul.txt is not text: byte 2 is 0x00;"),
         (["files/late.txt"], {}, "files/late.txt is not text: byte 2,100 is 0xff;"),
+        (["files/late.txt"], {"reading": Reading()}, "files/late.txt is not text: byte 2,100 is 0xff;"),
         (["files/late.txt"], {"reading": Reading(separator="d a")}, "late.txt is not text: byte 2,100 is 0xff;"),
         (["files/nul.txt.gz"], {}, "files/nul.txt.gz is not text: byte 2 when unpacked is 0x00;"),
         (["files/cut.txt.gz"], {}, "files/cut.txt.gz cannot be unpacked; expected a whole gzip file"),
@@ -575,31 +577,20 @@ BAD = {
         (["files/good.txt"], {"out": "files/good.txt/deep"}, "good.txt is not a folder to write in"),
     ],
 )
-@pytest.mark.parametrize("shard", [500, 1 << 20])
 def test_what_cannot_be_prepared_is_said_in_a_sentence_and_leaves_nothing_behind(
-    folder: Path, names: list[str], options: dict[str, Any], words: str, shard: int
+    bad_files: Path, monkeypatch: pytest.MonkeyPatch, names: list[str], options: dict[str, Any], words: str
 ) -> None:
-    Path("files/none").mkdir(parents=True)
-    for name, data in BAD.items():
-        Path("files", name).write_bytes(data)
-    table = pa.table({"text": [PROSE] * 9})
-    pq.write_table(table, "files/whole.parquet", compression="none", use_dictionary=False)
-    data = Path("files/whole.parquet").read_bytes()
-    Path("files/cut.parquet").write_bytes(data[:-100])
-    Path("files/hole.parquet").write_bytes(data[:4] + bytes(1000) + data[1004:])
-    pq.write_table(table.rename_columns(["texts"]), "files/other.parquet")
-    pq.write_table(pa.table({"text": [1, 2]}), "files/int.parquet")
-    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
-    options = {"out": "deep/out", "reading": Reading(shard_bytes=shard), "workers": 2} | options
+    monkeypatch.chdir(bad_files)
+    before = {path: path.stat().st_mtime_ns for path in bad_files.rglob("*")}
+    options = {"out": "deep/out", "reading": Reading(shard_bytes=500), "workers": 2} | options
     with pytest.raises(ValueError) as error_info:
         prepare(names, **options)
     assert words in str(error_info.value)
     assert "\n" not in str(error_info.value)
-    assert {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()} == before
-    assert not Path("deep").exists()
+    assert {path: path.stat().st_mtime_ns for path in bad_files.rglob("*")} == before
 
 
-@pytest.mark.parametrize("options", [{"separator": ""}, {"shard_bytes": 0}])
+@pytest.mark.parametrize("options", [{"separator": ""}, {"shard_bytes": 63}])
 def test_readings_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="expected"):
         Reading(**options)

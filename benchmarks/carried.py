@@ -1,0 +1,100 @@
+"""Does carried memory let a model use what it read before its training length?
+
+Documents say a fact, and ask for it much later: a handful of pairs (key, value), a stretch of dots, and the keys again,
+each followed by its value; between the two lies more than one training length. The same model is trained on the same
+documents with memory carried from sequence to sequence, and without. Prints and writes how many of the values at the
+end are predicted.
+
+    python benchmarks/carried.py --out runs/carried
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+from pathlib import Path
+
+import torch
+
+from titans.evaluation.files import write_atomically
+from titans.models import TitansForCausalLM
+from titans.training.config import TrainConfig
+from titans.training.data import TokenStore
+from titans.training.prepare import load_prepared, prepare
+from titans.training.run import train
+
+KEYS, VALUES = "abcdefghijklmnop", "ABCDEFGHIJKLMNOP"
+PAIRS, LENGTH, PIECES, ROWS = 4, 16, 3, 32
+MODEL = {
+    "name": "lmm", "hidden_size": 64, "num_hidden_layers": 2, "memory_heads": 1, "num_persistent_tokens": 0,
+    "intermediate_size": 128,
+}  # fmt: skip
+
+
+def document(draw: random.Random) -> str:
+    """Pairs, dots, and the pairs again in another order: PIECES x LENGTH - 1 bytes, which an end of text makes even."""
+    keys = draw.sample(KEYS, PAIRS)
+    facts = {key: draw.choice(VALUES) for key in keys}
+    said = "".join(key + facts[key] for key in keys)
+    draw.shuffle(keys)
+    asked = "".join(key + facts[key] for key in keys)
+    return said + "." * (PIECES * LENGTH - len(said) - len(asked)) + asked
+
+
+def make_data(folder: Path, documents: int) -> Path:
+    """A prepared set; its validation documents are others than its training documents."""
+    for name, seed, count in (("train", 0, documents), ("validation", 1, 512)):
+        draw = random.Random(seed)
+        lines = [json.dumps({"text": document(draw)}) for _ in range(count)]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    prepare([str(folder / "train.jsonl")], folder / "set", validation=[str(folder / "validation.jsonl")])
+    return folder / "set"
+
+
+@torch.no_grad()
+def recall(model: TitansForCausalLM, store: TokenStore, carry: bool) -> float:
+    """The share of the values at the end that are predicted, reading LENGTH tokens at a time as in training."""
+    rows = [store.read(int(a), int(b)) for a, b in zip(store.starts, store.starts[1:], strict=False)]
+    ids = torch.tensor(rows)[:, :-1]
+    logits, cache = [], None
+    for piece in ids.split(LENGTH, dim=1):
+        output = model(piece, past_key_values=cache, use_cache=carry)
+        cache = output.past_key_values if carry else None
+        logits.append(output.logits)
+    guessed = torch.cat(logits, dim=1).argmax(-1)[:, -2 * PAIRS : -1 : 2]
+    return float((guessed == ids[:, -2 * PAIRS + 1 :: 2]).float().mean())
+
+
+def main() -> None:
+    """One row a seed and way of training."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("runs/carried"))
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--documents", type=int, default=20_000)
+    options = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as temporary:
+        data = make_data(Path(temporary), options.documents)
+        store = TokenStore(load_prepared(data).open("validation"))
+        for seed in options.seeds:
+            for carry in (PIECES, 0):
+                output = options.out / f"{'carried' if carry else 'fresh'}-{seed}"
+                config = TrainConfig(
+                    model=MODEL, data=str(data), output=str(output), length=LENGTH, carry=carry,
+                    batch_tokens=ROWS * PIECES * LENGTH, micro_batch=ROWS * PIECES, steps=options.steps,
+                    learning_rate=4e-3, weight_decay=0.0, seed=seed, log_every=100, eval_every=0,
+                    save_every=options.steps, trackers=[], memory_stats_every=0,
+                )  # fmt: skip
+                train(config, overwrite=True)
+                model = TitansForCausalLM.from_pretrained(output).eval()
+                rows.append({"carry": carry, "seed": seed, "recall": recall(model, store, bool(carry))})
+                print(f"{'carried' if carry else 'not carried'}, seed {seed}: {rows[-1]['recall']:.3f}", flush=True)
+    report = {"chance": 1 / len(VALUES), "steps": options.steps, "rows": rows}
+    write_atomically(options.out / "carried.json", json.dumps(report, indent=2).encode())
+
+
+if __name__ == "__main__":
+    main()
