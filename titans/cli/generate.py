@@ -76,7 +76,7 @@ def generate(
             if save_memory:
                 session.settle().save(memory)
     except ValueError as error:
-        raise typer.BadParameter(f"{error}.") from error
+        raise typer.BadParameter(f"{str(error).rstrip('.')}.") from error
     if as_json:
         _write(json.dumps(report, ensure_ascii=False) + "\n")
 

@@ -129,7 +129,7 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
         _check_run(config)
     out = Path(experiment.out)
     _train_all([config for config in configs.values() if not _is_done(config)], experiment, len(runs), progress)
-    report = {
+    report: dict[str, Any] = {
         "experiment": asdict(experiment),
         "data": {"vocabulary": prepared.vocab_size, "splits": asdict(prepared)["splits"]},
         "date": time.strftime("%Y-%m-%d"),

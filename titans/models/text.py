@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 PROMPT = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
 DOCUMENT = PROMPT | {"split_special_tokens": True}
-BLOCK = 1 << 14  # bytes of a file that are read at once
+BLOCK = 1 << 12  # bytes of a file that are read at once: few enough to see how far the reading is
 MARGIN = 256  # characters on either side of a cut that a tokenizer is shown, longer than any token
 TRIES, PATIENCE = 8, 16  # places for a cut that are tried, and blocks to wait for a good one
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # what tokenizers decode an unfinished character to, once for each of its bytes
