@@ -38,13 +38,14 @@ def prepare(
     seed: Annotated[int, typer.Option(min=0, help="Of the choice of documents for validation.")] = 0,
     workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time; default: as many as cores.")] = None,
     shard_bytes: Annotated[
-        int, typer.Option(min=1, help="Text of a shard: what a worker does at a time, and what a stop may lose.")
+        int, typer.Option(min=64, help="Text of a shard: what a worker does at a time, and what a stop may lose.")
     ] = 8 << 20,
     overwrite: Annotated[bool, typer.Option(help="Replace a prepared set that is there, finished or not.")] = False,
 ) -> None:
     """Tokenise text into a set on disk that `titans train` reads; if it is stopped, the same command goes on."""
     check_train_extra("prepare")
 
+    from titans.training.prepare import WORK
     from titans.training.prepare import prepare as run
     from titans.training.sources import Reading
 
@@ -65,7 +66,8 @@ def prepare(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
-        typer.echo("titans: what is done is kept, and the same command goes on from there.", err=True)
+        if (out / WORK).exists():
+            typer.echo("titans: what is done is kept, and the same command goes on from there.", err=True)
         raise
     _print(report)
 
@@ -103,13 +105,13 @@ def _validation(values: list[str] | None) -> float | list[str] | None:
 def _bar() -> Iterator[Callable[[Progress], None]]:
     """Shows how far the work is, if somebody is looking."""
     from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
     from rich.progress import Progress as Bar
 
     counts = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens, {task.fields[rate]}")
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), counts, TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), counts, TimeRemainingColumn())
     screen = Console(stderr=True)
-    with Bar(*columns, TimeRemainingColumn(), console=screen, transient=True, disable=not screen.is_terminal) as bar:
+    with Bar(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
         task = bar.add_task("looking", total=None, documents=0, tokens=0, rate="")
 
         def show(progress: Progress) -> None:

@@ -42,7 +42,8 @@ def train(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if result.finished:
-        typer.echo(f"Model: {result.output}")
+        peak = result.metrics["peak_memory_gib"]
+        typer.echo(f"Model: {result.output} ({result.steps:,} steps; peak memory {peak:.2f} GiB)")
         if "eval_loss" in result.metrics:
             loss, perplexity = result.metrics["eval_loss"], result.metrics["eval_perplexity"]
             typer.echo(f"Validation loss {loss:.4f}, perplexity {perplexity:.2f}.")

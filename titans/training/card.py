@@ -64,6 +64,7 @@ def model_card(model: Any, config: TrainConfig, metrics: dict[str, float], steps
         "training tokens": f"{steps * config.batch_tokens:,}",
         "steps": f"{steps:,}",
         "time": f"{metrics.get('seconds', 0) / 60:.1f} minutes",
+        "peak memory of a process": f"{metrics.get('peak_memory_gib', 0):.2f} GiB",
         "seed": str(config.seed),
     }
     return CARD.format(

@@ -175,7 +175,7 @@ def load_prepared(folder: str | Path) -> Prepared:
 
 
 def prepare(
-    names: Sequence[str],
+    names: str | Sequence[str],
     out: str | Path,
     tokenizer: str = "bytes",
     *,
@@ -210,6 +210,8 @@ def prepare(
         on_progress: told how far the work is, from any thread.
     """
     out = Path(out)
+    names = [names] if isinstance(names, str) else names
+    validation = [validation] if isinstance(validation, str) else validation
     if workers < 1:
         raise ValueError(f"workers is {workers}; expected at least 1.")
     check_parent(out)
@@ -266,7 +268,7 @@ def _make_job(
     loaded = load_tokenizer(tokenizer)
     if loaded.eos_token_id is None:
         raise ValueError(f"the tokenizer {tokenizer} has no eos token; expected one to put behind every document.")
-    found: dict[str, list[Source]] = {TRAIN: []}
+    found: dict[str, list[Source]] = {TRAIN: []}  # the first split, though it is looked for last
     if isinstance(validation, Sequence) and validation:
         found[VALIDATION] = find_sources(validation, reading, folder=out)
     found[TRAIN] = find_sources(names, reading, found.get(VALIDATION, ()), folder=out)
@@ -375,6 +377,7 @@ class _Meter:
         self._lock = threading.Lock()
         self._on_progress = on_progress
         self._state = Progress(stage, 0, 0, 0, total)
+        self.add()
 
     def add(self, documents: int = 0, tokens: int = 0, done: int = 0) -> None:
         if self.stop.is_set():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import sys
@@ -87,7 +88,11 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         raise ValueError("data is empty; expected the folder that `titans prepare` wrote, or hf://OWNER/NAME")
     output = Path(config.output)
     data = open_data(config)
-    check_output(output, config, data, resume, overwrite)
+    if rank == 0:  # the others would see what this one writes
+        check_output(output, config, data, resume, overwrite)
+    sharded = config.parallel == "fsdp2" and processes > 1
+    if sharded and config.carry > 1:
+        raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
     size, accumulation = config.accumulation(processes)
     steps = config.total_steps(None if data.train is None else data.train.tokens)
     rows = make_rows(config, data, steps)
@@ -100,10 +105,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     model.to(args.device)
     if config.compile:
         _compile(model, config, say)
-    sharded = config.parallel == "fsdp2" and args.world_size > 1
     if sharded:
-        if config.carry > 1:
-            raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
         shard(model, args.device)
     bar, file = ProgressBar(), MetricsFile(output)
     callbacks: list[Any] = [bar, file, StopInOrder()]
@@ -131,6 +133,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         spent = file.spent + time.process_time()
         metrics |= {"seconds": time.time() - start, "cpu_seconds": spent}
         metrics["parameters"] = sum(p.numel() for p in model.parameters())
+        metrics["peak_memory_gib"] = peak_memory(args.device) / 2**30
         _finish(trainer, output, config, data, metrics, steps)
     elif rank == 0:
         say(f"stopped at step {trainer.state.global_step:,} of {steps:,}; --resume goes on.")
@@ -325,6 +328,18 @@ def _finish(
     trainer._wait()
     if config.push_to_hub is not None and trainer.args.should_save:
         push(output, config.push_to_hub)
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most bytes that this process held at a time: of the GPU's memory, or of the machine's."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(most if sys.platform == "darwin" else most * 1024)
 
 
 def push(folder: Path, name: str) -> None:

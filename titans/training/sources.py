@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 
 from titans.training.tokenizer import may_be_on_hub, quiet_hub
 
+MIN_BYTES = 64
 SHARD_BYTES = 8 << 20
 BLOCK_BYTES = 1 << 20  # the Rust tokenizer takes longer than in proportion for longer texts, and 100 bytes a token
 TEXT_SUFFIXES = (".txt", ".md", ".text")
@@ -59,8 +60,8 @@ class Reading:
     def __post_init__(self) -> None:
         if self.separator == "":
             raise ValueError("separator is empty; expected the text that stands between two documents.")
-        if self.shard_bytes < 1:
-            raise ValueError(f"shard_bytes is {self.shard_bytes}; expected at least 1.")
+        if self.shard_bytes < MIN_BYTES:
+            raise ValueError(f"shard_bytes is {self.shard_bytes}; expected at least {MIN_BYTES}.")
 
     @property
     def block(self) -> int:
@@ -70,7 +71,7 @@ class Reading:
     @property
     def window(self) -> int:
         """Bytes behind a block in which a good place for a cut is looked for."""
-        return max(64, self.block // 16)
+        return max(MIN_BYTES, self.block // 16)
 
 
 class Piece(NamedTuple):
@@ -364,9 +365,7 @@ class ParquetFile(_File):
             if isinstance(error, OSError) and error.errno is not None:
                 raise
             wrong = str(error).splitlines()[0].rstrip(".")
-            raise ValueError(
-                f"{self.path} cannot be read as Parquet; it is damaged or something else: {wrong}."
-            ) from error
+            raise ValueError(f"{self.path} is damaged; expected a whole Parquet file ({wrong}).") from error
 
 
 @dataclass(frozen=True)
@@ -505,7 +504,7 @@ def _cut_stream(read: Callable[[int], bytes], reading: Reading, ends: bool = Tru
     """
     separator = (reading.separator or "").encode()
     enough = reading.block + reading.window + len(separator)
-    buffer, begin, opened, number = b"", 0, False, 0
+    buffer, begin, number = b"", 0, 0
     while True:
         while len(buffer) < enough and (data := read(enough - len(buffer))):
             buffer += data
@@ -515,14 +514,14 @@ def _cut_stream(read: Callable[[int], bytes], reading: Reading, ends: bool = Tru
             for document in documents:
                 yield begin, document, True
                 begin += len(document) + len(separator)
-                opened, number = False, number + 1
+                number += 1
         if last:
             break
         if len(buffer) >= enough:
             cut = reading.block - 4 + find_cut(buffer[reading.block - 4 : reading.block + reading.window])
             yield begin, buffer[:cut], False
-            buffer, begin, opened = buffer[cut:], begin + cut, True
-    if buffer or opened or not number:
+            buffer, begin = buffer[cut:], begin + cut
+    if buffer or not number:
         yield begin, buffer, ends
 
 
