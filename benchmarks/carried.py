@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
 from titans.models import TitansForCausalLM
 from titans.training.config import TrainConfig
 from titans.training.data import TokenStore

@@ -26,8 +26,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from titans.evaluation.files import write_atomically
 from titans.evaluation.recall import RecallConfig, run_recall
+from titans.files import write_atomically
 
 LENGTHS = (64, 512, 1024)
 CHUNK = 16

@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from titans import MemoryState, NeuralMemory
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
 
 CALL = 4096  # tokens a call of `stream`
 BOUNDS_CALL = 512  # tokens a call of `bounds`: the norms are looked at after each

@@ -18,7 +18,7 @@ from tests.models.cases import VARIANTS, model
 from titans import TitansCache
 from titans.cli import main
 from titans.models import build
-from titans.training.tokenizer import byte_tokenizer
+from titans.models.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 BOOK = "Call me Ishmael. Some years ago, never mind how long precisely, 東京.\n" * 4

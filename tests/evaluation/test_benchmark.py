@@ -18,7 +18,7 @@ from titans.evaluation.benchmark import (
     timing,
     write_json,
 )
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
 
 MIB = 2**20
 

@@ -24,7 +24,7 @@ from titans import TitansCache, TitansForCausalLM
 from titans.models import build
 from titans.models.generation import Reader, Sampling, Session, end_tokens
 from titans.models.text import DOCUMENT, MARGIN, TextStream, encode, encode_blocks, opening, read_text
-from titans.training.tokenizer import byte_tokenizer
+from titans.models.tokenizer import byte_tokenizer
 
 ROOT = Path(__file__).parents[2]
 GREEDY = Sampling(greedy=True)
@@ -137,7 +137,7 @@ import resource, sys, tempfile
 from tests.models.cases import model
 from titans.models.generation import Session
 from titans.models.text import read_text
-from titans.training.tokenizer import byte_tokenizer
+from titans.models.tokenizer import byte_tokenizer
 import torch
 
 made = model(sys.argv[1], torch.float32, vocab_size=257, segment_size=256, window_size=256)

@@ -145,7 +145,7 @@ def test_data_that_is_too_short_is_refused() -> None:
 
 
 def test_streamed_documents_are_packed_with_their_ends() -> None:
-    from titans.training.tokenizer import byte_tokenizer
+    from titans.models.tokenizer import byte_tokenizer
 
     texts = [{"text": "abc"}, {"text": ""}, {"text": "defghij"}]
     rows = list(StreamedRows(texts, byte_tokenizer(), 4))

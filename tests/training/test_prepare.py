@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
+from titans.models.tokenizer import byte_tokenizer, save_tokenizer, train_tokenizer
 from titans.training import shards
 from titans.training.prepare import Progress, load_prepared, prepare
 from titans.training.sources import Reading, find_cut, find_sources, sample_texts
-from titans.training.tokenizer import byte_tokenizer, save_tokenizer, train_tokenizer
 
 EOS = 256  # of the byte tokenizer
 PROSE = "".join(random.Random(0).choices([*"abcdefgh     \n", "\n\n", "  ", " é", "漢字", "don't ", ". "], k=4000))

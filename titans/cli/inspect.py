@@ -37,9 +37,9 @@ def inspect(
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from titans.evaluation.files import write_atomically
     from titans.evaluation.inspect import inspect_tokens, load_subject
     from titans.evaluation.inspect_page import render_page, to_json
+    from titans.files import write_atomically
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     screen = Console(stderr=True)

@@ -33,8 +33,8 @@ def tokenizer(
     """Train a byte-level BPE tokenizer, which loses nothing of any text, for `titans prepare --tokenizer`."""
     check_train_extra("tokenizer")
 
+    from titans.models.tokenizer import check_new_folder, make_encoder, save_tokenizer, train_tokenizer
     from titans.training.sources import Reading, find_sources, sample_texts
-    from titans.training.tokenizer import check_new_folder, make_encoder, save_tokenizer, train_tokenizer
 
     try:
         reading = Reading(unescape(separator), text_column, split, name)

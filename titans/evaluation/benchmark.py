@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from titans.evaluation.files import write_atomically
 from titans.evaluation.recall import RecallConfig, run_recall
+from titans.files import write_atomically
 
 LENGTHS: tuple[int, ...] = (64, 128, 256, 512, 1024)
 SEEDS = (0, 1, 2)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from titans.models import TitansConfig, TitansForCausalLM, count_parameters
+from titans.models import TitansConfig, TitansForCausalLM
 from titans.ops.attention import MIN_BLOCK, SEGMENT_BLOCK
 from titans.ops.dual import CACHED_NUMBERS, GRAPH_NUMBERS
 
@@ -65,9 +65,7 @@ class Flops:
         return Flops(self.forward * times, self.backward * times, self.again * times)
 
 
-def training_flops(
-    config: TitansConfig, length: int, batch: int = 1, checkpointing: bool = False
-) -> dict[str, Flops]:
+def training_flops(config: TitansConfig, length: int, batch: int = 1, checkpointing: bool = False) -> dict[str, Flops]:
     """Operations of a forward and backward pass over (batch, length) tokens, by part of the model.
 
     Args:

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
 from titans.training.callbacks import METRICS, read_metrics

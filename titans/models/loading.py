@@ -63,7 +63,7 @@ def bytes_for(model: PreTrainedModel, name: str) -> Any:
     if size not in BYTES:
         sizes = " or ".join(map(str, BYTES))
         raise ValueError(f"{name} has no tokenizer and a vocabulary of {size}; expected {sizes}, to read bytes")
-    from titans.training.tokenizer import byte_tokenizer
+    from titans.models.tokenizer import byte_tokenizer
 
     return byte_tokenizer()
 
@@ -92,7 +92,7 @@ def _fetch(name: str) -> Path:
     """The folder that a model on the hub is kept in, after it has been downloaded if need be."""
     from huggingface_hub import snapshot_download
 
-    from titans.training.tokenizer import may_be_on_hub
+    from titans.models.tokenizer import may_be_on_hub
 
     expected = "expected a folder written by save_pretrained or the name of a model on the Hugging Face hub"
     if not may_be_on_hub(name, HUB_NAME):

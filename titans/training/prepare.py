@@ -21,7 +21,8 @@ from datasets import Dataset, load_from_disk
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
+from titans.models.tokenizer import check_parent, load_tokenizer, make_encoder, tokenizer_state
 from titans.training.shards import (
     Choice,
     Group,
@@ -44,7 +45,6 @@ from titans.training.sources import (
     plan_shards,
     read_shard,
 )
-from titans.training.tokenizer import check_parent, load_tokenizer, make_encoder, tokenizer_state
 
 try:
     import fcntl
@@ -201,7 +201,7 @@ def prepare(
     Args:
         names: files, folders and hub datasets; see :func:`titans.training.sources.find_sources`.
         out: a folder, new or empty, or with a set to replace.
-        tokenizer: see :func:`titans.training.tokenizer.load_tokenizer`.
+        tokenizer: see :func:`titans.models.tokenizer.load_tokenizer`.
         validation: sources of the validation split, which are left out of the others; or which part of the documents
             it gets, chosen by a hash of their number and of ``seed``; of fewer than 20, the last part of their tokens.
         reading: how sources become documents.

@@ -20,14 +20,14 @@ from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
-from titans.evaluation.files import write_atomically
+from titans.files import write_atomically
+from titans.models.tokenizer import load_tokenizer
 from titans.training.build import make_model, shard
 from titans.training.callbacks import METRICS, MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
 from titans.training.config import TrainConfig, read_yaml
 from titans.training.data import CarriedRows, PackedRows, StreamedRows, TokenStore
 from titans.training.prepare import load_prepared
-from titans.training.tokenizer import load_tokenizer
 from titans.training.trainer import SAVING, MemoryTrainer
 
 RUN = "train.yaml"  # the config of a run, in its folder

@@ -17,8 +17,8 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from titans.models.tokenizer import Encode
 from titans.training.sources import BLOCK_BYTES, Piece, naming
-from titans.training.tokenizer import Encode
 
 SHARD_SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("ends", pa.bool_()), ("blank", pa.bool_()), ("size", pa.int64())]

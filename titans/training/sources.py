@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from titans.training.tokenizer import may_be_on_hub, quiet_hub
+from titans.models.tokenizer import may_be_on_hub, quiet_hub
 
 MIN_BYTES = 64
 SHARD_BYTES = 8 << 20

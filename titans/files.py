@@ -13,5 +13,9 @@ def write_atomically(path: Path, content: bytes) -> None:
     try:
         temporary.write_bytes(content)
         temporary.replace(path)
+    except OSError as error:
+        if error.filename == str(temporary):  # whoever reads the message knows the other name
+            error.filename = str(path)
+        raise
     finally:
         temporary.unlink(missing_ok=True)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, ByT5Tokenizer
 
-from titans.training.tokenizer import (
+from titans.models.tokenizer import (
     byte_tokenizer,
     is_byte_tokenizer,
     load_tokenizer,
