@@ -203,3 +203,39 @@ def model(
         json_path,
         plot_path,
     )
+
+
+@app.command("flops")
+def flops(
+    model: Annotated[str, typer.Option(help="lmm, mac, mag, mal or sliding-window.")] = "mac",
+    size: Annotated[str, typer.Option(help="A size of configs/: 1m to 760m.")] = "760m",
+    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 4096,
+    batch: Annotated[int, typer.Option(help="Sequences that a GPU works on at a time.")] = 4,
+    tokens: Annotated[float, typer.Option(help="Tokens of the run, as 30e9.")] = 30e9,
+    chunk_size: Annotated[int, typer.Option(help="Chunk of the memory.")] = 64,
+    vocab_size: Annotated[int | None, typer.Option(help="Different tokens; by default the size's.")] = None,
+    first_order: Annotated[bool, typer.Option("--first-order", help="Outer gradients of first order.")] = False,
+    checkpointing: Annotated[bool, typer.Option(help="Gradient checkpointing.")] = True,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the report here.")] = None,
+) -> None:
+    """Operations of training a model with chunked memory, counted by a formula, and what that takes of GPUs."""
+    json_path = _output(json_path, None, "")
+    if importlib.util.find_spec("transformers") is None:
+        raise typer.BadParameter("flops needs transformers: pip install 'titan-memory[models]'.")
+
+    from rich.console import Console
+
+    from titans.evaluation.benchmark import write_json
+    from titans.evaluation.flops import flops_report, print_report
+
+    fields = {"memory_chunk_size": chunk_size, "memory_first_order": first_order}
+    if vocab_size is not None:
+        fields["vocab_size"] = vocab_size
+    try:
+        report = flops_report(model, size, length, batch, tokens, checkpointing, **fields)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    print_report(report, Console())
+    if json_path is not None:
+        write_json(report, json_path)
+        typer.echo(f"Report: {json_path}")

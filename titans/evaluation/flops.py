@@ -9,25 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from titans.models import TitansConfig, TitansForCausalLM
+from titans.layers.attention import PIECE, PIECE_WINDOWS
+from titans.models import TitansConfig, TitansForCausalLM, config_for, count_parameters
+from titans.models.configuration import VARIANTS
 from titans.ops.attention import MIN_BLOCK, SEGMENT_BLOCK
 from titans.ops.dual import CACHED_NUMBERS, GRAPH_NUMBERS
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NAMES = (*VARIANTS, "sliding-window")
 PARTS = ("linear", "head", "attention", "memory", "convolution")
 FLOAT32 = ("memory",)  # these products stay in float32 under bf16
-DAY = 86_400
+HOUR, DAY = 3600, 86_400
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a GPU's maker says of it: dense products, in FLOP/s."""
+    """What its maker says of a GPU: FLOP/s of dense products at its peak."""
 
     name: str
     bf16: float
@@ -36,7 +43,11 @@ class Gpu:
 
 
 GPUS = (Gpu("A100", 312e12, 156e12, 19.5e12), Gpu("H100", 989e12, 494e12, 67e12))
-SHARES = (0.2, 0.3, 0.4)  # of the peak that a run is assumed to reach
+# what a plan assumes
+SHARES = (0.2, 0.3, 0.4)  # of the peak that products reach, each in its own precision
+PRICES = (2.0, 3.0)  # dollars for a GPU and an hour
+COUNTS = (8, 64)  # GPUs
+DAYS = (3, 7)
 
 
 @dataclass(frozen=True)
@@ -163,9 +174,9 @@ def _layer(config: TitansConfig, length: int, batch: int) -> dict[str, Flops]:
             segments = length // config.segment_size
             pairs = segments * _segment_pairs(config)
         else:
-            segments = 1
+            segments = -(-length // max(PIECE, PIECE_WINDOWS * config.window_size))
             pairs = _window_pairs(length, config.window_size, config.num_persistent_tokens)
-        # keys and values of the persistent tokens: once for all sequences
+        # keys and values of the persistent tokens: once a call, for all sequences
         parts["linear"] += _product(config.num_persistent_tokens, width, 2 * width) * segments
         # scores and sums forward; backward the scores again, and two products for each
         parts["attention"] += Flops(4 * batch * pairs * width, 10 * batch * pairs * width)
@@ -199,7 +210,7 @@ def _shapes(config: TitansConfig) -> list[tuple[int, int]]:
     width = config.memory_head_dim or config.hidden_size // config.memory_heads
     hidden = round(config.memory_expansion * width)
     widths = [width, *[hidden] * (config.memory_depth - 1), width]
-    return [(after, before) for before, after in zip(widths, widths[1:], strict=False)]
+    return [(after, before) for before, after in pairwise(widths)]
 
 
 def _rule(config: TitansConfig, time: int, batch: int, calls: int) -> Flops:
@@ -257,8 +268,6 @@ def _segment_pairs(config: TitansConfig) -> int:
 
 def _window_pairs(time: int, window: int, prefix: int, past: int = 0) -> int:
     """Queries times keys of a sliding window, as ``WindowAttention`` and ``window_attention`` compute them."""
-    from titans.layers.attention import PIECE, PIECE_WINDOWS
-
     piece = max(PIECE, PIECE_WINDOWS * window)
     if time > piece:
         first = _window_pairs(piece, window, prefix, past)
@@ -276,3 +285,110 @@ def _window_pairs(time: int, window: int, prefix: int, past: int = 0) -> int:
     tail = (time - head) % block
     pairs += (time - head - tail) * (prefix + (reach + 1) * block)
     return pairs + tail * (prefix + window - 1 + tail)
+
+
+def flops_report(
+    name: str,
+    size: str,
+    length: int,
+    batch: int = 4,
+    tokens: float = 30e9,
+    checkpointing: bool = True,
+    **fields: Any,
+) -> dict[str, Any]:
+    """Operations a token of the model ``name`` at ``size``, and what a run over ``tokens`` takes of known GPUs.
+
+    Args:
+        length: of a sequence.
+        batch: sequences that a GPU works on at a time.
+        checkpointing: gradient checkpointing.
+        fields: of the model's config, over those of its size.
+    """
+    if name not in NAMES:
+        raise ValueError(f"model is {name!r}; the formula is for {', '.join(NAMES)}")
+    if not tokens > 0:
+        raise ValueError(f"tokens is {tokens}; expected a positive number")
+    config = config_for(name, size, **{"memory_mode": "chunked", **fields})
+    assert isinstance(config, TitansConfig)
+    whole = training_flops(config, length, batch, checkpointing)
+    count = batch * length
+    parts = {part: {key: value / count for key, value in asdict(flops).items()} for part, flops in whole.items()}
+    executed = sum(flops.total for flops in whole.values()) / count
+    float32 = sum(whole[part].total for part in FLOAT32) / count
+    return {
+        "model": name,
+        "size": size,
+        "parameters": count_parameters(config),
+        "length": length,
+        "batch": batch,
+        "checkpointing": checkpointing,
+        "tokens": tokens,
+        "parts": parts,
+        "executed": executed,
+        "useful": sum(flops.forward + flops.backward for flops in whole.values()) / count,
+        "float32": float32,
+        "plans": [
+            _plan(gpu, share, tf32, executed - float32, float32, tokens)
+            for gpu in GPUS
+            for share in SHARES
+            for tf32 in (False, True)
+        ],
+        "needed": [
+            {"days": days, "gpus": gpus, "tokens_per_second": tokens / (days * DAY * gpus)}
+            for days in DAYS
+            for gpus in COUNTS
+        ],
+    }
+
+
+def _plan(gpu: Gpu, share: float, tf32: bool, bf16: float, float32: float, tokens: float) -> dict[str, Any]:
+    """A run in which products reach ``share`` of the peak, and nothing else takes time."""
+    seconds = (bf16 / gpu.bf16 + float32 / (gpu.tf32 if tf32 else gpu.float32)) / share
+    hours = tokens * seconds / HOUR
+    return {
+        "gpu": gpu.name,
+        "share": share,
+        "memory": "TF32" if tf32 else "float32",
+        "tokens_per_second": 1 / seconds,
+        "gpu_hours": hours,
+        "days": [hours / 24 / count for count in COUNTS],
+        "dollars": [hours * price for price in PRICES],
+    }
+
+
+def print_report(report: dict[str, Any], console: Console) -> None:
+    """What :func:`flops_report` gives, as tables."""
+    from titans.evaluation.benchmark import print_table
+
+    million = 1e6
+    rows = [
+        [
+            part,
+            *(f"{value / million:,.1f}" for value in flops.values()),
+            f"{sum(flops.values()) / report['executed']:.1%}",
+        ]
+        for part, flops in report["parts"].items()
+    ]
+    title = f"{report['model']} {report['size']}, {report['parameters']:,} parameters, length {report['length']:,}"
+    columns = ("MFLOP a token", "forward", "backward", "again", "share")
+    print_table(console, title, columns, rows)
+    console.print(
+        f"{report['executed'] / 1e9:.3f} GFLOP a token are run, {report['useful'] / 1e9:.3f} without what is computed "
+        f"again; {report['tokens'] * report['executed']:.3g} FLOP for {report['tokens']:.3g} tokens.",
+        highlight=False,
+    )
+    rows = [
+        [
+            f"{plan['gpu']}, {plan['share']:.0%} of the peak, memory in {plan['memory']}",
+            f"{plan['tokens_per_second']:,.0f}",
+            f"{plan['gpu_hours']:,.0f}",
+            *(f"{days:.1f}" for days in plan["days"]),
+            *(f"{dollars:,.0f}" for dollars in plan["dollars"]),
+        ]
+        for plan in report["plans"]
+    ]
+    days = [f"days on {count}" for count in COUNTS]
+    headings = ["if", "tokens/s a GPU", "GPU hours", *days, *(f"at ${price:g}" for price in PRICES)]
+    print_table(console, "A run, where only products take time (assumed)", headings, rows)
+    rows = [[f"{n['days']} days on {n['gpus']} GPUs", f"{n['tokens_per_second']:,.0f}"] for n in report["needed"]]
+    print_table(console, "Needed for it", ["to be done in", "tokens/s a GPU"], rows)
