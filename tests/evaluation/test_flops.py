@@ -100,6 +100,18 @@ def test_the_formula_is_what_is_counted_for_a_layer_of_760m_parameters() -> None
     assert (whole.forward, whole.backward + whole.again) == counted
 
 
+def test_the_page_of_training_quotes_the_formula() -> None:
+    root = Path(__file__).parents[2]
+    page = (root / "docs" / "training.md").read_text(encoding="utf-8")
+    own = TitansConfig.from_json_file(root / "configs" / "mac-760m.json").to_dict() | {"memory_mode": "chunked"}
+    parts = training_flops(TitansConfig(**own), 4096, 4, checkpointing=True)
+    for flops in parts.values():
+        row = [f"{value / 4 / 4096 / 1e6:,.1f}" for value in (flops.forward, flops.backward, flops.again)]
+        assert f"| {' | '.join(row)} |".replace("| 0.0 |", "| 0 |") in page
+    executed = sum(flops.total for flops in parts.values()) / 4 / 4096
+    assert f"**{executed / 1e9:.2f} GFLOP a token**" in page and f"{30e9 * executed:.3g}".replace("e+", "e") in page
+
+
 def test_layers_tokens_and_sequences_count_in_proportion() -> None:
     def total(length: int = 64, batch: int = 1, **fields: Any) -> int:
         parts = training_flops(TitansConfig(**{**TINY, "variant": "mac", **fields}), length, batch)
