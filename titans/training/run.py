@@ -348,7 +348,8 @@ def push(folder: Path, name: str) -> None:
 
     api = HfApi()
     api.create_repo(name, exist_ok=True)
-    ignored = ["checkpoint-*/*", f"{TENSORBOARD}/*", f"{SAVING}/*", "training_args.bin"]
+    # checkpoints are large, and the run's config has the paths of this machine
+    ignored = ["checkpoint-*/*", f"{TENSORBOARD}/*", f"{SAVING}/*", "training_args.bin", RUN]
     api.upload_folder(repo_id=name, folder_path=str(folder), ignore_patterns=ignored)
 
 
