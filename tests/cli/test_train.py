@@ -80,6 +80,9 @@ def test_train_then_refuse_then_resume_then_overwrite(
         (["--resume"], "holds no run to resume"),
         (["--model.name", "transformer++", "--carry", "1"], "transformer++"),
         (["--model.num_attention_heads", "5"], "num_attention_heads is 5"),
+        (["--trackers", "[tensorbord]"], "trackers has 'tensorbord': did you mean tensorboard?"),
+        (["--device", "cuda:9"], "device is 'cuda:9'; expected cpu"),
+        (["--learning-rate", ".inf"], "learning_rate is inf; expected a positive number"),
     ],
 )
 def test_wrong_input_is_one_sentence_and_writes_nothing(

@@ -122,7 +122,9 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_the_last_one_st
         save(*args, **kwargs)
 
     monkeypatch.setattr(torch, "save", full)
-    with pytest.raises(OSError, match=r"the checkpoint of step 6 could not be written to .*; the one before it stays"):
+    with pytest.raises(
+        OSError, match=r"the checkpoint of step 6 could not be written to .*; what was there before stays"
+    ):
         train(config, say=lambda words: None)
     assert run.last_checkpoint(Path(config.output)) == Path(config.output) / "checkpoint-3"
 
@@ -159,8 +161,7 @@ def test_a_resumed_run_may_use_other_batches_and_keeps_its_lanes(tiny: Make) -> 
     train(whole, say=lambda words: None)
     cut = tiny("mal", "cut", carry=1, steps=6, micro_batch=2)
     train(cut, say=lambda words: None)
-    for path in run.checkpoints(Path(cut.output))[1:]:
-        path.rename(path.with_name("later"))
+    _forget_the_last(cut.output)
     assert len(list(Path(cut.output, "checkpoint-3").glob("memory-*"))) == ROWS // 2
     train(tiny("mal", "cut", carry=1, steps=6, micro_batch=1), resume=True, say=lambda words: None)
     close(losses(cut.output), losses(whole.output), 1e-5)
@@ -271,12 +272,108 @@ def test_where_compiling_fails_the_run_says_so_and_goes_on(tiny: Make, monkeypat
     assert [words for words in said if "torch.compile failed, so the model runs without it: no compiler here" in words]
 
 
+@pytest.fixture
+def stream(tmp_path: Path) -> str:
+    """A few documents, as a data set that is read from its source while training."""
+    folder = tmp_path / "stream"
+    folder.mkdir()
+    lines = [json.dumps({"text": f"document {n}: " + "abcdefg " * n}) for n in range(12)]
+    (folder / "train.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    return f"hf://{folder}"
+
+
+def streamed(tiny: Make, data: str, prepared: Path, **fields: Any) -> TrainConfig:
+    return tiny("mag", data=data, tokenizer="bytes", validation=str(prepared), **fields)
+
+
+def test_a_stream_is_read_again_and_again_and_resumes_to_the_same_losses(
+    stream: str, prepared: Path, tiny: Make
+) -> None:
+    whole = streamed(tiny, stream, prepared, output="whole", steps=10, micro_batch=2)
+    train(whole, say=lambda words: None)
+    assert len(losses(whole.output)) == 10  # the documents are enough for five
+    cut = streamed(tiny, stream, prepared, output="cut", steps=10, micro_batch=2)
+    train(cut, say=lambda words: None)
+    _forget_the_last(cut.output)
+    train(cut, resume=True, say=lambda words: None)
+    close(losses(cut.output), losses(whole.output))
+    with pytest.raises(ValueError, match="has micro_batch 2, this one 1; expected the same"):
+        train(streamed(tiny, stream, prepared, output="cut", steps=10, micro_batch=1), resume=True)
+
+
+def test_a_run_that_only_was_not_finished_is_finished(stream: str, prepared: Path, tiny: Make) -> None:
+    for config in (streamed(tiny, stream, prepared, output="streamed", steps=3), tiny(output="packed", steps=3)):
+        first = train(config, say=lambda words: None)
+        Path(config.output, "result.json").unlink()
+        again = train(config, resume=True, say=lambda words: None)
+        assert again.steps == 3 and again.metrics["eval_loss"] == first.metrics["eval_loss"]
+        assert again.metrics["seconds"] > first.metrics["seconds"] / 2
+        assert sorted(losses(config.output)) == [1, 2, 3]
+
+
+def test_streams_that_cannot_be_read_are_refused_at_once(stream: str, prepared: Path, tiny: Make) -> None:
+    with pytest.raises(ValueError, match=r"text_column is 'txt': did you mean text\?"):
+        train(streamed(tiny, stream, prepared, text_column="txt"))
+    with pytest.raises(ValueError, match="tokenizer is missing"):
+        train(tiny(data=stream))
+    with pytest.raises(ValueError, match="data is 'hf:///nowhere/at/all'"):
+        train(streamed(tiny, "hf:///nowhere/at/all", prepared))
+    assert not Path(tiny().output).exists()
+
+
+def test_validation_data_of_another_tokenizer_is_refused(tiny: Make, tmp_path: Path) -> None:
+    from titans.models.tokenizer import save_tokenizer, train_tokenizer
+    from titans.training.prepare import prepare
+
+    (tmp_path / "text.txt").write_text("some words, and some more words. " * 20, encoding="utf-8")
+    save_tokenizer(train_tokenizer(["some words, and some more words"], 260), tmp_path / "bpe")
+    prepare([str(tmp_path / "text.txt")], tmp_path / "other", str(tmp_path / "bpe"))
+    with pytest.raises(ValueError, match="expected data that was prepared with the same tokenizer"):
+        train(tiny(validation=str(tmp_path / "other")))
+    with pytest.raises(ValueError, match=r"validation: the data has .* tokens; expected more than length = 1,600"):
+        train(tiny(length=1600, batch_tokens=1600))
+
+
+def test_an_epoch_of_carried_rows_reads_every_document(tiny: Make) -> None:
+    config = tiny(carry=1, epochs=1.0, steps=None)
+    data = run.open_data(config)
+    steps = config.total_steps(run._pass_tokens(config, data))
+    rows = run.make_rows(config, data, steps)
+    assert data.train is not None
+    read = {int(start) for start in rows.starts.flatten() if start in set(data.train.starts.tolist())}
+    assert len(read) >= 0.9 * data.train.documents  # lanes do not all end with the last step
+
+
+def test_a_new_run_in_an_old_folder_leaves_nothing_of_the_old_model(tiny: Make) -> None:
+    train(tiny("mag", steps=2), say=lambda words: None)
+    stopped = tiny("mac", steps=2, trackers=["tensorboard"])
+
+    class Stop(Exception):
+        pass
+
+    def stop(words: str) -> None:
+        raise Stop
+
+    with pytest.raises(Stop):
+        train(stopped, overwrite=True, say=stop)
+    assert [path.name for path in Path(stopped.output).iterdir()] == ["train.yaml"]
+
+
+def test_a_disk_that_is_full_is_one_sentence(tiny: Make) -> None:
+    config = tiny(steps=4, save_every=2)
+    words = command(config)
+    said = finish(["bash", "-c", 'ulimit -f 150; exec "$@"', "bash", *words], code=2)
+    assert "titans: the checkpoint of step 2 could not be written" in said and "Traceback" not in said
+    assert run.last_checkpoint(Path(config.output)) is None
+
+
 def test_a_trained_model_is_a_start_for_another_run(tiny: Make) -> None:
     first = tiny("mag", "first", steps=20, learning_rate=1e-2)
     before = train(first, say=lambda words: None)
     second = tiny("mag", "second", steps=1, learning_rate=1e-9)
     fields = second.to_dict() | {"model": {"pretrained": first.output}}
     after = train(TrainConfig(**fields), say=lambda words: None)
+    assert {p.dtype for p in TitansForCausalLM.from_pretrained(second.output).parameters()} == {torch.float32}
     assert abs(before.metrics["eval_loss"] - after.metrics["eval_loss"]) < 1e-4
 
 

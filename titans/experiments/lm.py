@@ -20,7 +20,7 @@ from titans.files import write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
 from titans.training.callbacks import METRICS, read_metrics
-from titans.training.config import TrainConfig, nearest
+from titans.training.config import TrainConfig, nearest, read_yaml
 from titans.training.prepare import load_prepared
 from titans.training.run import RESULT, RUN
 
@@ -126,7 +126,7 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
     runs = [(model, seed) for seed in experiment.seeds for model in experiment.models]
     configs = {run: experiment.config(*run) for run in runs}
     for config in configs.values():
-        _check_run(config)
+        _check_run(config, prepared.fingerprint)
     out = Path(experiment.out)
     _train_all([config for config in configs.values() if not _is_done(config)], experiment, len(runs), progress)
     report: dict[str, Any] = {
@@ -142,10 +142,13 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
     return report
 
 
-def _check_run(config: TrainConfig) -> None:
-    saved = Path(config.output) / RUN
-    if saved.is_file():
-        change = config.what_changed(yaml.safe_load(saved.read_text(encoding="utf-8")))
+def _check_run(config: TrainConfig, fingerprint: str) -> None:
+    """Refuses a run that is there and was made of something else."""
+    if (Path(config.output) / RUN).is_file():
+        saved = read_yaml(Path(config.output) / RUN)
+        if saved.get("data_fingerprint") != fingerprint:
+            raise ValueError(f"{config.output} was trained on other data than {config.data}; expected another --out")
+        change = config.what_changed(saved)
         if change is not None:
             name, before, now = change
             raise ValueError(
@@ -171,7 +174,7 @@ def _train_all(configs: Sequence[TrainConfig], experiment: LMExperiment, total: 
                     continue
                 del running[name]
                 done += 1
-                if process.returncode:
+                if process.returncode or not (Path(experiment.out) / "runs" / name / RESULT).is_file():
                     log = Path(experiment.out) / "runs" / f"{name}.log"
                     words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
                     raise ValueError(f"the run {name} failed, see {log}: {words[-1] if words else 'no words'}")
@@ -200,7 +203,7 @@ def _read_run(model: str, seed: int, config: TrainConfig) -> dict[str, Any]:
     folder = Path(config.output)
     result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     lines = read_metrics(folder / METRICS)
-    points = {line["step"]: line["eval_loss"] for line in lines if "eval_loss" in line}  # the last one of a step counts
+    points = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss")}  # a step's last one counts
     curve = [(step * config.batch_tokens, loss) for step, loss in points.items()]
     return {"model": model, "seed": seed, "curve": curve, "learning_rate": config.learning_rate, **result}
 
@@ -264,9 +267,9 @@ def draw(report: dict[str, Any], path: Path) -> None:
     names = [row["model"] for row in report["table"]]
     colours = {name: f"C{index}" for index, name in enumerate(names)}
     for name in names:
-        curves = [run["curve"] for run in report["runs"] if run["model"] == name]
-        tokens = [point[0] for point in curves[0]]
-        means = [statistics.fmean(curve[i][1] for curve in curves) for i in range(len(tokens))]
+        points = sorted(point for run in report["runs"] if run["model"] == name for point in run["curve"])
+        tokens = sorted({count for count, _ in points})
+        means = [statistics.fmean(loss for other, loss in points if other == count) for count in tokens]
         dashes = "-" if name in VARIANTS else "--"
         left.plot(tokens, means, dashes, color=colours[name], label=name, linewidth=1.6)
     left.set(xlabel="training tokens", ylabel="validation loss (nats per token)", xscale="log")

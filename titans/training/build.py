@@ -31,12 +31,13 @@ def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None)
         raise ValueError(f"model.size is {size!r}: {nearest(str(size), SIZES)}")
     kind = OTHERS.get(name, TitansConfig)
     known = [each.name for each in dataclasses.fields(kind)]
-    for key in wanted:
+    for key in map(str, wanted):
         if key not in known:
             raise ValueError(f"model.{key} is not a field of {name}: {nearest(key, known)}")
-    if "vocab_size" not in wanted:
+    given = wanted.get("vocab_size")
+    if given is None:
         wanted["vocab_size"] = vocab_size
-    elif wanted["vocab_size"] < vocab_size:
+    elif isinstance(given, int) and given < vocab_size:
         raise ValueError(
             f"the tokenizer has {vocab_size:,} tokens and model.vocab_size is {wanted['vocab_size']:,}; "
             "expected a model with at least as many"
@@ -46,6 +47,15 @@ def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None)
     wanted = special | wanted
     if kind is TitansConfig:
         wanted.setdefault("memory_first_order", config.outer_gradients == "first")
+    try:
+        return _described(name, size, wanted, kind)
+    except ValueError:
+        raise
+    except Exception as error:  # each config of transformers has its own way to refuse a value
+        raise ValueError(f"model is not a {name}: {' '.join(str(error).split())[:300]}") from None
+
+
+def _described(name: str, size: str | None, wanted: dict[str, Any], kind: type[PreTrainedConfig]) -> PreTrainedConfig:
     if size is not None:
         return config_for(name, size, **wanted)
     if name in VARIANTS:
@@ -70,7 +80,7 @@ def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(made)
     try:
-        model = AutoModelForCausalLM.from_pretrained(pretrained)
+        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
     except (OSError, ValueError) as error:
         raise ValueError(f"model.pretrained is {pretrained!r}: {' '.join(str(error).split())[:300]}") from None
     if model.config.vocab_size < vocab_size:

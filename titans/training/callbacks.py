@@ -83,14 +83,16 @@ class MetricsFile(TrainerCallback):
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS
-        self.spent = 0.0  # CPU seconds of the processes before this one
+        self.start = time.time()
+        self.spent = self.passed = 0.0  # CPU seconds, and seconds, of the processes before this one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Keeps the lines of the steps that count."""
         if not state.is_world_process_zero:
             return
         kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]
-        self.spent = kept[-1]["cpu_seconds"] if kept else 0.0
+        if kept:
+            self.spent, self.passed = kept[-1]["cpu_seconds"], kept[-1]["seconds"]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
         os.replace(temporary, self.path)
@@ -99,9 +101,13 @@ class MetricsFile(TrainerCallback):
         """One more line."""
         if logs and state.is_world_process_zero:
             finite = {name: value if math.isfinite(value) else None for name, value in logs.items()}
-            line = {"step": state.global_step, **finite, "cpu_seconds": self.spent + time.process_time()}
+            line = {"step": state.global_step, **finite, **self.times()}
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
+
+    def times(self) -> dict[str, float]:
+        """CPU seconds and seconds of the whole run so far."""
+        return {"cpu_seconds": self.spent + time.process_time(), "seconds": self.passed + time.time() - self.start}
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

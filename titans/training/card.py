@@ -28,11 +28,11 @@ A {name} language model with {parameters:,} parameters, trained with [titan-memo
 import titans  # makes the Auto classes know the architecture
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("PATH")
-tokenizer = AutoTokenizer.from_pretrained("PATH")
+model = AutoModelForCausalLM.from_pretrained("{place}")
+tokenizer = AutoTokenizer.from_pretrained("{place}")
 ```
 
-or `titans generate PATH "a prompt"`.
+or `titans generate {place} "a prompt"`.
 
 ## Model
 
@@ -70,6 +70,7 @@ def model_card(model: Any, config: TrainConfig, metrics: dict[str, float], steps
     return CARD.format(
         title=config.push_to_hub or f"{name}, {metrics['parameters'] / 1e6:.1f}M",
         name=name,
+        place=config.push_to_hub or config.output,
         parameters=int(metrics["parameters"]),
         about=ABOUT.get(name, ""),
         rows="\n".join(f"| {label} | {value} |" for label, value in figures.items() if value),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +22,9 @@ FREE = frozenset(
         "gradient_checkpointing", "device",
     )
 )  # fmt: skip
+
+
+STREAM = frozenset(("data", "workers", "micro_batch"))  # what a stream's rows depend on, too
 
 
 @dataclass(frozen=True)
@@ -71,7 +75,8 @@ class TrainConfig:
     warmup: float = 0.02
     """Share of the steps over which the rate rises; or, from 1 on, their number."""
     weight_decay: float = 0.1
-    """Of the weights of linear layers and embeddings; norms, biases, gates, and the memory's start have none."""
+    """Of the weights of linear layers and embeddings; norms, biases, the memory's start, and its gates of step,
+    forgetting and momentum have none."""
     beta1: float = 0.9
     beta2: float = 0.95
     clip: float = 1.0
@@ -89,7 +94,7 @@ class TrainConfig:
     parallel: str = "ddp"
     """Several processes: ddp, or fsdp2, which shards parameters, gradients and optimiser."""
     device: str | None = None
-    """cpu, to stay there though there is a GPU."""
+    """cpu, to stay there though there is a GPU; else the accelerator that there is."""
     workers: int = 0
     """Processes that read data ahead."""
 
@@ -126,8 +131,10 @@ class TrainConfig:
                 raise ValueError(f"{name} is {value}; expected a whole number of at least {bound}")
         for name in ("learning_rate", "epochs", "clip"):
             value = getattr(self, name)
-            if value is not None and not value > 0:
+            if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a positive number")
+        if self.device not in (None, "cpu"):
+            raise ValueError(f"device is {self.device!r}; expected cpu, or nothing for the accelerator that there is")
         for name in ("min_learning_rate", "beta1", "beta2"):
             if not 0 <= getattr(self, name) <= 1 or (name.startswith("beta") and getattr(self, name) == 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
@@ -181,7 +188,7 @@ class TrainConfig:
         return size, share // size
 
     def total_steps(self, data_tokens: int | None) -> int:
-        """Optimiser steps of the run."""
+        """Optimiser steps of the run; a pass over the data takes ``data_tokens``, filled places included."""
         if self.steps is not None:
             return self.steps
         tokens = self.tokens
@@ -202,7 +209,8 @@ class TrainConfig:
     def what_changed(self, saved: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
         """The first field that makes this another run than the saved one, with both values."""
         for name, value in self.to_dict().items():
-            if name in FREE or name not in saved:
+            free = name in FREE and not (self.streamed and name in STREAM)
+            if free or name not in saved:
                 continue
             if name == "model":
                 for key in {**value, **saved[name]}:

@@ -1,4 +1,4 @@
-"""Which tokens a training row holds: a pure function of its number, so that no worker, process or restart changes it.
+"""Which tokens a training row holds: of prepared data a function of its number, whatever the workers and processes.
 
 Rows are numbered through the whole run. Optimiser step s takes the rows from s x R to (s + 1) x R - 1, where R is the
 number of sequences in a batch; however they are dealt out to processes and accumulation steps, a step sees the same.
@@ -135,6 +135,8 @@ class CarriedRows(Dataset[Row]):
         self.store, self.length, self.lanes = store, length, lanes
         sizes = np.diff(store.starts)
         self.pieces = np.maximum(0, -(-(sizes - 1) // length))  # the last token of a document has no target
+        if not self.pieces.any():
+            raise ValueError("no document of the data has 2 tokens; expected something to predict")
         self.starts = self._schedule(steps, seed)  # (steps, lanes): where a row starts; -1: nothing left to read
         self.steps = len(self.starts)
 
@@ -192,7 +194,9 @@ class CarriedRows(Dataset[Row]):
 
 
 class StreamedRows(IterableDataset[Row]):
-    """Rows of ``length`` tokens from documents that are tokenised as they come, packed end to end.
+    """Rows of ``length`` tokens from documents that are tokenised as they come, packed end to end, pass after pass.
+
+    Which rows come depends on the number of workers, each of which has shards of its own.
 
     Args:
         texts: an iterable dataset of ``datasets`` with a text column, which deals its shards out to workers itself.
@@ -203,17 +207,33 @@ class StreamedRows(IterableDataset[Row]):
 
     def __init__(self, texts: Any, tokenizer: Any, length: int, column: str = "text") -> None:
         self.texts, self.tokenizer, self.length, self.column = texts, tokenizer, length, column
+        # a text that spells out a special token stays text
+        self.options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
 
     def __iter__(self) -> Iterator[Row]:
         held: list[int] = []
-        for document in self.texts:
-            held += self.tokenizer(document[self.column], add_special_tokens=False, verbose=False)["input_ids"]
+        for text in self._endless():
+            held += self.tokenizer(text, **self.options)["input_ids"]
             held.append(self.tokenizer.eos_token_id)
             start = 0
             while len(held) - start > self.length:
                 yield _row(np.array(held[start : start + self.length + 1]), self.length)
                 start += self.length
             del held[:start]
+
+    def _endless(self) -> Iterator[str]:
+        number = 0
+        while True:
+            if hasattr(self.texts, "set_epoch"):
+                self.texts.set_epoch(number)  # another order each time
+            count = 0
+            for document in self.texts:
+                if document[self.column]:
+                    count += 1
+                    yield document[self.column]
+            if not count:
+                return
+            number += 1
 
 
 def _row(tokens: NDArray[np.int64], length: int) -> Row:

@@ -7,7 +7,6 @@ import math
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,8 @@ from typing import Any
 import torch
 import yaml
 from transformers import PreTrainedModel, TrainingArguments
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, get_available_reporting_integrations
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.utils import logging
 
@@ -25,14 +25,19 @@ from titans.models.tokenizer import load_tokenizer
 from titans.training.build import make_model, shard
 from titans.training.callbacks import METRICS, MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
-from titans.training.config import TrainConfig, read_yaml
+from titans.training.config import TrainConfig, nearest, read_yaml
 from titans.training.data import CarriedRows, PackedRows, StreamedRows, TokenStore
 from titans.training.prepare import load_prepared
-from titans.training.trainer import SAVING, MemoryTrainer
+from titans.training.trainer import SAVING, MemoryTrainer, writing
 
 RUN = "train.yaml"  # the config of a run, in its folder
 RESULT = "result.json"  # its last figures: a run that has them is complete
 TENSORBOARD = "tensorboard"
+# what a finished run has at its top besides
+MODEL_FILES = (
+    "config.json", "generation_config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json",
+    "added_tokens.json", "chat_template*", "README.md", "training_args.bin",
+)  # fmt: skip
 Say = Callable[[str], None]
 
 
@@ -94,14 +99,23 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     if sharded and config.carry > 1:
         raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
     size, accumulation = config.accumulation(processes)
-    steps = config.total_steps(None if data.train is None else data.train.tokens)
+    steps = config.total_steps(_pass_tokens(config, data))
     rows = make_rows(config, data, steps)
     model = make_model(config, len(data.tokenizer), data.tokenizer.eos_token_id)
+    check_trackers(config.trackers)
+    if resume and (output / RESULT).is_file():
+        if rank == 0:
+            say(f"the run in {output} is complete already.")
+        known = json.loads((output / RESULT).read_text(encoding="utf-8"))
+        return Result(output, int(known["steps"]), True, known)
     if rank == 0:
         _claim(output, config, data, resume, overwrite)
         _introduce(config, data, model, rows, steps, size, accumulation, processes, say)
 
     args = _arguments(config, output, steps, size, accumulation, validates=data.validation is not None)
+    if args.n_gpu > 1:
+        args._n_gpu = 1  # the Trainer would give every GPU a batch of its own
+        say("one GPU of several is used; torchrun uses them all.")
     model.to(args.device)
     if config.compile:
         _compile(model, config, say)
@@ -119,9 +133,13 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     checkpoint = last_checkpoint(output) if resume else None
     if resume and rank == 0:
         say("there is no checkpoint yet: starting at step 0." if checkpoint is None else f"going on from {checkpoint}.")
-    start = time.time()
     try:
-        trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
+        if checkpoint is not None and int(checkpoint.name[11:]) >= steps:  # it only was not finished
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer.state.global_step = steps
+            file.on_train_begin(args, trainer.state, trainer.control)
+        else:
+            trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
     finished = trainer.state.global_step >= steps
@@ -130,8 +148,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         if data.validation is not None:
             trainer.at_the_end = True
             metrics = trainer.evaluate()
-        spent = file.spent + time.process_time()
-        metrics |= {"seconds": time.time() - start, "cpu_seconds": spent}
+        metrics |= file.times()
         metrics["parameters"] = sum(p.numel() for p in model.parameters())
         metrics["peak_memory_gib"] = peak_memory(args.device) / 2**30
         _finish(trainer, output, config, data, metrics, steps)
@@ -143,8 +160,10 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 def open_data(config: TrainConfig) -> Data:
     """Opens what a run reads; a ``ValueError`` says what is missing."""
     validation: TokenStore | None = None
+    own: Any = None  # the tokenizer of the validation data, if it comes by itself
     if config.validation is not None:
         extra = load_prepared(config.validation)
+        own = load_tokenizer(str(extra.tokenizer_folder))
         validation = TokenStore(extra.open("validation" if "validation" in extra.splits else "train"))
     if config.streamed:
         if config.tokenizer is None:
@@ -152,18 +171,52 @@ def open_data(config: TrainConfig) -> Data:
         tokenizer = load_tokenizer(config.tokenizer)
         if tokenizer.eos_token_id is None:
             raise ValueError(f"tokenizer is {config.tokenizer!r}; expected one that has an end-of-text token")
+        _check_validation(config, validation, own, tokenizer)
         return Data(tokenizer, None, validation, f"{config.data} {config.data_config} {config.data_split}")
     prepared = load_prepared(config.data)
     if config.tokenizer is not None:
         raise ValueError(f"tokenizer is {config.tokenizer!r}; expected none, as prepared data brings its own")
     if validation is None and "validation" in prepared.splits:
         validation = TokenStore(prepared.open("validation"))
-    if validation is not None and validation.tokens < config.length + 1 and not config.carry:
-        raise ValueError(
-            f"the validation data has {validation.tokens:,} tokens; expected more than length = {config.length:,}"
-        )
     tokenizer = load_tokenizer(str(prepared.tokenizer_folder))
+    _check_validation(config, validation, own, tokenizer)
     return Data(tokenizer, TokenStore(prepared.open("train")), validation, prepared.fingerprint)
+
+
+def _check_validation(config: TrainConfig, validation: TokenStore | None, own: Any, tokenizer: Any) -> None:
+    """Said now, and not after hours of training."""
+    if validation is None:
+        return
+    if own is not None and own.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"validation is {config.validation!r}; expected data that was prepared with the same tokenizer"
+        )
+    try:
+        if config.carry:
+            CarriedRows(validation, config.length, 1, 1)
+        else:
+            PackedRows(validation, config.length, None)
+    except ValueError as error:
+        raise ValueError(f"validation: {error}") from None
+
+
+def _pass_tokens(config: TrainConfig, data: Data) -> int | None:
+    """What one pass over the data takes; None: nobody knows."""
+    if data.train is None:
+        return None
+    if not config.carry:
+        return data.train.tokens
+    return int(CarriedRows(data.train, config.row_tokens, 1, 1).pieces.sum()) * config.row_tokens
+
+
+def check_trackers(names: list[str]) -> None:
+    """Refuses a tracker that the Trainer does not know, or that is not installed."""
+    known = sorted(INTEGRATION_TO_CALLBACK)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"trackers has {name!r}: {nearest(name, known)}")
+        if name not in get_available_reporting_integrations():
+            raise ValueError(f"trackers has {name}, which is not installed: pip install {name}")
 
 
 def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
@@ -179,6 +232,11 @@ def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
         texts = load_dataset(name, config.data_config, split=config.data_split, streaming=True)
     except Exception as error:
         raise ValueError(f"data is {config.data!r}: {' '.join(str(error).split())[:300]}") from None
+    first = next(iter(texts), None)
+    if first is None:
+        raise ValueError(f"data is {config.data!r}, which is empty; expected documents")
+    if config.text_column not in first:
+        raise ValueError(f"text_column is {config.text_column!r}: {nearest(config.text_column, first)}")
     texts = texts.shuffle(seed=config.seed, buffer_size=10_000)
     return StreamedRows(texts, data.tokenizer, config.length, config.text_column)
 
@@ -223,8 +281,9 @@ def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrit
     if overwrite and output.is_dir():
         for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD]:
             shutil.rmtree(path, ignore_errors=True)
-        for name in (METRICS, RESULT, RUN):
-            (output / name).unlink(missing_ok=True)
+        for pattern in (METRICS, RESULT, RUN, *MODEL_FILES):
+            for path in output.glob(pattern):
+                path.unlink(missing_ok=True)
     output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(output / SAVING, ignore_errors=True)
     values = config.to_dict() | {"data_fingerprint": data.fingerprint}
@@ -277,9 +336,14 @@ def _arguments(
 
 def _compile(model: PreTrainedModel, config: TrainConfig, say: Say) -> None:
     """Compiles in place, if a trial on a few tokens works."""
-    trial = torch.zeros(1, min(config.length, 64), dtype=torch.int64, device=model.device)
+    trial = torch.zeros(1, config.length, dtype=torch.int64, device=model.device)
     try:
-        torch.compile(model)(input_ids=trial, labels=trial, use_cache=False).loss.backward()
+        compiled = torch.compile(model)
+        output = compiled(input_ids=trial, use_cache=bool(config.carry))
+        if config.carry:
+            restart = torch.zeros(1, dtype=torch.bool, device=model.device)
+            output = compiled(input_ids=trial, past_key_values=output.past_key_values, use_cache=True, restart=restart)
+        output.logits.float().mean().backward()
         model.compile()
     except Exception as error:
         say(f"torch.compile failed, so the model runs without it: {' '.join(str(error).split())[:200]}")
@@ -316,15 +380,16 @@ def _finish(
     temporary = output / SAVING
     shutil.rmtree(temporary, ignore_errors=True) if trainer.args.should_save else None
     trainer._wait()
-    trainer.save_model(str(temporary), _internal_call=True)
-    if trainer.args.should_save:
-        card = model_card(trainer.accelerator.unwrap_model(trainer.model).config, config, metrics, steps)
-        (temporary / "README.md").write_text(card, encoding="utf-8")
-        for path in sorted(temporary.iterdir()):
-            os.replace(path, output / path.name)
-        temporary.rmdir()
-        figures = metrics | {"steps": steps, "tokens": steps * config.batch_tokens}
-        write_atomically(output / RESULT, json.dumps(figures, indent=2).encode())
+    with writing("the model", output):
+        trainer.save_model(str(temporary), _internal_call=True)
+        if trainer.args.should_save:
+            card = model_card(trainer.accelerator.unwrap_model(trainer.model).config, config, metrics, steps)
+            (temporary / "README.md").write_text(card, encoding="utf-8")
+            for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):  # the last one counts
+                os.replace(path, output / path.name)
+            temporary.rmdir()
+            figures = metrics | {"steps": steps, "tokens": steps * config.batch_tokens}
+            write_atomically(output / RESULT, json.dumps(figures, indent=2).encode())
     trainer._wait()
     if config.push_to_hub is not None and trainer.args.should_save:
         push(output, config.push_to_hub)

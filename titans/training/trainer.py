@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -241,21 +242,16 @@ class MemoryTrainer(Trainer):
             self._wait()
             self._saving = True
             try:
-                super()._save_checkpoint(model, trial)
-                self._save_lanes(temporary)
-            except (OSError, RuntimeError, ValueError) as error:
-                if isinstance(error, RuntimeError) and not _is_about_writing(error):
-                    raise
-                raise OSError(
-                    f"the checkpoint of step {self.state.global_step} could not be written to {output}: "
-                    f"{' '.join(str(error).split())}; the one before it stays"
-                ) from error
+                with writing(f"the checkpoint of step {self.state.global_step}", output):
+                    super()._save_checkpoint(model, trial)
+                    self._save_lanes(temporary)
             finally:
                 self._saving = False
             self._wait()
             if self.args.should_save:
                 _sync(temporary)
-                shutil.rmtree(target, ignore_errors=True)
+                if target.exists():  # a run that went back to an older checkpoint comes here again
+                    os.replace(target, output / SAVING / "older")
                 os.replace(temporary, target)
                 shutil.rmtree(output / SAVING, ignore_errors=True)
                 rotate_checkpoints(output_dir=str(output), save_total_limit=self.args.save_total_limit)
@@ -296,7 +292,9 @@ class MemoryTrainer(Trainer):
 
         state: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, WEIGHTS), device="cpu")
         if "lm_head.weight" not in state:
-            state["lm_head.weight"] = next(v for k, v in state.items() if k.endswith("embed_tokens.weight"))
+            embeddings = self.model.get_input_embeddings()
+            name = next(path for path, module in self.model.named_modules() if module is embeddings)
+            state["lm_head.weight"] = state[f"{name}.weight"]
         set_model_state_dict(self.model, state, options=StateDictOptions(full_state_dict=True))
 
     def _plain_optimizer(self) -> torch.optim.Optimizer:
@@ -367,8 +365,17 @@ def _emptied(row: dict[str, Tensor]) -> dict[str, Tensor]:
     return row | {"labels": torch.full_like(row["labels"], IGNORED)}
 
 
-def _is_about_writing(error: RuntimeError) -> bool:
-    return any(word in str(error) for word in ("write", "writing", "PytorchStreamWriter", "No space", "I/O"))
+@contextlib.contextmanager
+def writing(what: str, folder: Path) -> Iterator[None]:
+    """Whatever the libraries raise when they cannot write becomes an ``OSError`` of one sentence."""
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        words = ("write", "writing", "PytorchStreamWriter", "No space", "I/O", "too large")
+        if isinstance(error, RuntimeError) and not any(word in str(error) for word in words):
+            raise
+        reason = " ".join(str(error).split())
+        raise OSError(f"{what} could not be written to {folder}: {reason}; what was there before stays") from error
 
 
 def _sync(folder: Path) -> None:
