@@ -34,7 +34,7 @@ def close(one: dict[int, float], other: dict[int, float], tolerance: float = EXA
     assert all(abs(one[step] - other[step]) <= tolerance for step in one), (one, other)
 
 
-@pytest.mark.parametrize("name", ["lmm", "mac", "mag", "mal", "gated-deltanet", "transformer++"])
+@pytest.mark.parametrize("name", ["mac", "gated-deltanet", "transformer++"])
 def test_a_run_leaves_a_model_that_the_auto_classes_load(name: str, tiny: Make) -> None:
     config = tiny(name, steps=3)
     result = train(config, say=lambda words: None)
@@ -56,7 +56,7 @@ def test_the_loss_goes_down(tiny: Make) -> None:
     assert after.metrics["eval_loss"] < before.metrics["eval_loss"] - 1.5
 
 
-@pytest.mark.parametrize("carry", [0, 2])
+@pytest.mark.parametrize("carry", [pytest.param(0, marks=pytest.mark.slow), 2])
 def test_a_killed_run_goes_on_to_the_same_losses(carry: int, tiny: Make) -> None:
     """SIGKILL at some moment between two checkpoints, with two data workers."""
     whole = tiny("mac", "whole", carry=carry, steps=14)
@@ -76,7 +76,14 @@ def test_a_killed_run_goes_on_to_the_same_losses(carry: int, tiny: Make) -> None
     close(losses(killed.output), losses(whole.output))
 
 
-@pytest.mark.parametrize("place", ["_save_optimizer_and_scheduler", "_save_rng_state", "_save_lanes"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("_save_optimizer_and_scheduler", marks=pytest.mark.slow),
+        pytest.param("_save_rng_state", marks=pytest.mark.slow),
+        "_save_lanes",
+    ],
+)
 def test_a_checkpoint_that_was_being_written_never_wins(place: str, tiny: Make, tmp_path: Path) -> None:
     """The process kills itself while it writes its second checkpoint."""
     whole = tiny("mac", "whole", carry=1, steps=10)
@@ -129,6 +136,7 @@ def test_a_checkpoint_that_cannot_be_written_is_one_sentence_and_the_last_one_st
     assert run.last_checkpoint(Path(config.output)) == Path(config.output) / "checkpoint-3"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_stops_in_order(tiny: Make) -> None:
     config = tiny(steps=400, save_every=1000)
     process = start(command(config))
@@ -141,7 +149,7 @@ def test_sigterm_saves_and_stops_in_order(tiny: Make) -> None:
     assert last is not None and int(last.name[11:]) == max(losses(config.output)) < 400
 
 
-@pytest.mark.parametrize("carry", [0, 1, 2])
+@pytest.mark.parametrize("carry", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])
 def test_accumulation_and_workers_change_nothing(carry: int, tiny: Make) -> None:
     runs = {
         "whole": {},
@@ -377,7 +385,7 @@ def test_a_trained_model_is_a_start_for_another_run(tiny: Make) -> None:
     assert abs(before.metrics["eval_loss"] - after.metrics["eval_loss"]) < 1e-4
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_processes_train_as_one(parallel: str, tiny: Make) -> None:
     """Carried memory; the checkpoint of two processes goes on as one, and the other way round."""
     alone = tiny("mac", "alone", carry=1, steps=8)
