@@ -70,7 +70,6 @@ def test_train_then_refuse_then_resume_then_overwrite(
         (["--model.size", "11m"], "model.size is '11m': did you mean 1m?"),
         (["--model.hiden_size", "3"], "model.hiden_size is not a field of mac: did you mean hidden_size?"),
         (["--model.vocab_size", "100"], "the tokenizer has 257 tokens and model.vocab_size is 100"),
-        (["--model.pretrained", "nowhere/at/all"], "model.pretrained is 'nowhere/at/all'"),
         (["--data", "nowhere"], "nowhere"),
         (["--data", ""], "data is empty; expected the folder that `titans prepare` wrote"),
         (["--output", ""], "output is empty"),
@@ -113,6 +112,7 @@ def test_fields_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and "learning_rate: 0.0004" in said
 
 
+@pytest.mark.slow
 def test_the_comparison_runs_resumes_and_reports(
     data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,7 +56,8 @@ def test_the_loss_goes_down(tiny: Make) -> None:
     assert after.metrics["eval_loss"] < before.metrics["eval_loss"] - 1.5
 
 
-@pytest.mark.parametrize("carry", [pytest.param(0, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("carry", [0, 2])
 def test_a_killed_run_goes_on_to_the_same_losses(carry: int, tiny: Make) -> None:
     """SIGKILL at some moment between two checkpoints, with two data workers."""
     whole = tiny("mac", "whole", carry=carry, steps=14)
@@ -367,6 +368,7 @@ def test_a_new_run_in_an_old_folder_leaves_nothing_of_the_old_model(tiny: Make) 
     assert [path.name for path in Path(stopped.output).iterdir()] == ["train.yaml"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_one_sentence(tiny: Make) -> None:
     config = tiny(steps=4, save_every=2)
     words = command(config)
@@ -385,7 +387,8 @@ def test_a_trained_model_is_a_start_for_another_run(tiny: Make) -> None:
     assert abs(before.metrics["eval_loss"] - after.metrics["eval_loss"]) < 1e-4
 
 
-@pytest.mark.parametrize("parallel", [pytest.param("ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one(parallel: str, tiny: Make) -> None:
     """Carried memory; the checkpoint of two processes goes on as one, and the other way round."""
     alone = tiny("mac", "alone", carry=1, steps=8)
