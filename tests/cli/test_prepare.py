@@ -167,7 +167,7 @@ def test_a_full_disk_is_one_sentence_and_the_work_goes_on_when_there_is_room(
     assert code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    place = "out/.partial/train-000000.arrow" if shard == "100000" else "out/.partial/set/"
+    place = "out/.partial/train-00000" if shard == "100000" else "out/.partial/set/"
     assert captured.err.startswith(f"titans: {place}")
     assert captured.err.endswith(": File too large; what is done is kept, and the same command goes on from there.\n")
     assert captured.err.count("\n") == 1

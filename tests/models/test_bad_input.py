@@ -95,7 +95,7 @@ def test_unknown_names_and_sizes_list_the_known_ones() -> None:
         TitansConfig.from_preset("x")
     with pytest.raises(ValueError, match=r"name is 'x'; expected one of lmm, mac, .*, gated-deltanet-hybrid$"):
         config_for("x", "1m")
-    with pytest.raises(ValueError, match=r"size is '2b'; expected one of 1m, 10m, 170m, 340m, 400m, 760m$"):
+    with pytest.raises(ValueError, match=r"size is '2b'; expected one of 1m, 1\.5m, 10m, 170m, 340m, 400m, 760m$"):
         build("mac", "2b")
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import numpy as np
 import pytest
 import torch
@@ -144,11 +146,12 @@ def test_data_that_is_too_short_is_refused() -> None:
         CarriedRows(store([1]), 4, 1, 1)
 
 
-def test_streamed_documents_are_packed_with_their_ends() -> None:
+def test_streamed_documents_are_packed_with_their_ends_and_begin_again() -> None:
     from titans.models.tokenizer import byte_tokenizer
 
     texts = [{"text": "abc"}, {"text": ""}, {"text": "defghij"}]
-    rows = list(StreamedRows(texts, byte_tokenizer(), 4))
+    rows = list(islice(StreamedRows(texts, byte_tokenizer(), 4), 6))
     read = [token for row in rows for token in row["input_ids"].tolist()]
-    assert read == [97, 98, 99, 256, 256, *b"def", *b"ghij"]
-    assert rows[-1]["labels"].tolist() == [*b"hij", 256]
+    assert read == 2 * [*b"abc", 256, *b"defghij", 256]
+    assert rows[2]["labels"].tolist() == [*b"ij", 256, ord("a")]
+    assert list(StreamedRows([{"text": ""}], byte_tokenizer(), 4)) == []

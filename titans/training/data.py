@@ -141,29 +141,22 @@ class CarriedRows(Dataset[Row]):
         self.steps = len(self.starts)
 
     def _schedule(self, steps: int | None, seed: int) -> NDArray[np.int64]:
-        if steps is None:
-            order: Iterator[int] = iter(range(self.store.documents))
-            steps = self._steps_of_a_pass()
-        else:
-            order = self._endless(seed)
-        starts = np.full((steps, self.lanes), -1, dtype=np.int64)
+        order = iter(range(self.store.documents)) if steps is None else self._endless(seed)
         free = [(0, lane) for lane in range(self.lanes)]  # when each lane has finished, the first one on top
-        while free and free[0][0] < steps:
+        places = []
+        for document in order:
             step, lane = free[0]
-            document = next((d for d in order if self.pieces[d]), None)
-            if document is None:
-                heapq.heappop(free)
-                continue
-            count = min(int(self.pieces[document]), steps - step)
+            if steps is not None and step >= steps:
+                break
+            if self.pieces[document]:
+                places.append((step, lane, document))
+                heapq.heapreplace(free, (step + int(self.pieces[document]), lane))
+        total = max(step for step, _ in free) if steps is None else steps
+        starts = np.full((total, self.lanes), -1, dtype=np.int64)
+        for step, lane, document in places:
+            count = min(int(self.pieces[document]), total - step)
             starts[step : step + count, lane] = self.store.starts[document] + np.arange(count) * self.length
-            heapq.heapreplace(free, (step + int(self.pieces[document]), lane))
         return starts
-
-    def _steps_of_a_pass(self) -> int:
-        ends = [0] * self.lanes
-        for count in self.pieces[self.pieces > 0].tolist():
-            heapq.heapreplace(ends, ends[0] + count)
-        return max(ends)
 
     def _endless(self, seed: int) -> Iterator[int]:
         epoch = 0

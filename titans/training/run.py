@@ -95,6 +95,11 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     data = open_data(config)
     if rank == 0:  # the others would see what this one writes
         check_output(output, config, data, resume, overwrite)
+    if resume and (output / RESULT).is_file():
+        if rank == 0:
+            say(f"the run in {output} is complete already.")
+        known = json.loads((output / RESULT).read_text(encoding="utf-8"))
+        return Result(output, int(known["steps"]), True, known)
     sharded = config.parallel == "fsdp2" and processes > 1
     if sharded and config.carry > 1:
         raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
@@ -103,11 +108,6 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     rows = make_rows(config, data, steps)
     model = make_model(config, len(data.tokenizer), data.tokenizer.eos_token_id)
     check_trackers(config.trackers)
-    if resume and (output / RESULT).is_file():
-        if rank == 0:
-            say(f"the run in {output} is complete already.")
-        known = json.loads((output / RESULT).read_text(encoding="utf-8"))
-        return Result(output, int(known["steps"]), True, known)
     if rank == 0:
         _claim(output, config, data, resume, overwrite)
         _introduce(config, data, model, rows, steps, size, accumulation, processes, say)

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -113,24 +114,28 @@ class MemoryTrainer(Trainer):
         """The mean over the tokens of the whole batch, of which these rows are a part."""
         if self._wants_stats():
             self._look_at_memory(inputs)
-        if "restart" in inputs:
-            total, cache = self._carried_loss(model, inputs, self.lanes.get(self._micro))
+        total, cache = self._summed_loss(model, inputs, self.lanes.get(self._micro))
+        if cache is not None:
             self.lanes[self._micro] = cache.detach()
-        else:
-            total = _summed(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"])
         # the processes' gradients are averaged, not summed
         return total / num_items_in_batch * self.accelerator.num_processes
 
-    def _carried_loss(self, model: nn.Module, inputs: Any, cache: TitansCache | None) -> tuple[Tensor, TitansCache]:
-        """The summed loss of a row's pieces, read one after the other, and the memory after them."""
-        restart: Tensor | None = inputs["restart"]
+    def _summed_loss(
+        self, model: nn.Module, inputs: Any, cache: TitansCache | None
+    ) -> tuple[Tensor, TitansCache | None]:
+        """The loss summed over all tokens, and the memory after them; None: nothing is carried.
+
+        Rows that carry are read piece by piece, one after the other.
+        """
+        restart: Tensor | None = inputs.get("restart")
+        if restart is None:
+            return _summed(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"]), None
         ids, labels = (inputs[name].split(self.config.length, dim=1) for name in ("input_ids", "labels"))
         losses = []
         for part, targets in zip(ids, labels, strict=True):
             output = model(input_ids=part, past_key_values=cache, use_cache=True, restart=restart)
             cache, restart = output.past_key_values, None
             losses.append(_summed(output.logits, targets))
-        assert cache is not None
         return torch.stack(losses).sum(), cache
 
     # watching
@@ -195,10 +200,7 @@ class MemoryTrainer(Trainer):
             cache: TitansCache | None = None
             for batch in self._validation_batches():
                 batch = self._prepare_inputs(batch)
-                if "restart" in batch:
-                    total, cache = self._carried_loss(model, batch, cache)
-                else:
-                    total = _summed(model(input_ids=batch["input_ids"], use_cache=False).logits, batch["labels"])
+                total, cache = self._summed_loss(model, batch, cache)
                 sums += torch.tensor([float(total), int(batch["labels"].ne(IGNORED).sum())], dtype=torch.float64)
         finally:
             model.train()
@@ -207,15 +209,19 @@ class MemoryTrainer(Trainer):
             dist.all_reduce(sums)
         return float(sums[0]), float(sums[1])
 
+    @cached_property
+    def _validation_rows(self) -> CarriedRows | PackedRows:
+        assert self.validation is not None
+        if not self.config.carry:
+            return PackedRows(self.validation, self.config.length, None)
+        lanes = self.args.per_device_train_batch_size * self.args.world_size
+        return CarriedRows(self.validation, self.config.length, lanes, None)
+
     def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
         """This process's share: as many batches as every other's, the missing rows empty."""
-        assert self.validation is not None
         config, size = self.config, self.args.per_device_train_batch_size
         together = size * self.args.world_size
-        if config.carry:
-            rows: Any = CarriedRows(self.validation, config.length, together, None)
-        else:
-            rows = PackedRows(self.validation, config.length, None)
+        rows = self._validation_rows
         count = len(rows)
         limit = config.final_eval_tokens if self.at_the_end else config.eval_tokens
         if limit is not None:
