@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from titans.training.data import IGNORED, CarriedRows, PackedRows, StreamedRows, TokenStore, collate
+from titans.tasks import IGNORED
+from titans.training.data import CarriedRows, PackedRows, StreamedRows, TokenStore, collate
 
 
 def documents(sizes: list[int]) -> list[list[int]]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from titans.cli.paths import check_output
+from titans.cli.common import bar, check_output, names, numbers
 
 app = typer.Typer(help="Measure speed and memory.")
 
@@ -19,17 +19,6 @@ app = typer.Typer(help="Measure speed and memory.")
 def _bench(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-def _numbers(text: str, option: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{option} takes whole numbers with commas between them, got '{text}'.") from None
-
-
-def _names(text: str | None) -> tuple[str, ...]:
-    return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
 
 
 def _output(path: Path | None, out_dir: Path | None, default: str) -> Path | None:
@@ -56,17 +45,13 @@ def _run(
 ) -> None:
     """Say the notices, run with a bar of progress, print the report and write it."""
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from titans.evaluation.benchmark import write_json
 
     for notice in notices:
         typer.echo(f"titans: {notice}", err=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    screen = Console(stderr=True)
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("starting", total=None)
-        report = run(lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+    with bar() as move:
+        report = run(move)
     benchmark.print_report(report, Console())
     for notice in report["notices"]:
         if notice not in notices:
@@ -98,7 +83,7 @@ def memory(
     out_dir: Annotated[Path | None, typer.Option(help="Write memory.json and memory.png there.")] = None,
 ) -> None:
     """Speed and peak memory of the neural memory against length, next to titans-pytorch if installed."""
-    sizes = _numbers(lengths, "--lengths")
+    sizes = numbers(lengths, "--lengths")
     json_path = _output(json_path, out_dir, "memory.json")
     plot_path = _picture(_output(plot_path, out_dir, "memory.png"))
 
@@ -114,7 +99,7 @@ def memory(
             lengths=sizes,
             repeats=repeats,
             threads=threads,
-            only=_names(only),
+            only=names(only),
             recurrent_max_length=recurrent_max_length,
             reference_max_length=reference_max_length,
             memory=peak_memory,
@@ -162,7 +147,7 @@ def model(
     out_dir: Annotated[Path | None, typer.Option(help="Write model.json and model.png there.")] = None,
 ) -> None:
     """Speed and peak memory of whole models against length: ours, transformers' and titans-pytorch's."""
-    sizes, positions = _numbers(lengths, "--lengths"), _numbers(decode_positions, "--decode-positions")
+    sizes, positions = numbers(lengths, "--lengths"), numbers(decode_positions, "--decode-positions")
     json_path = _output(json_path, out_dir, "model.json")
     plot_path = _picture(_output(plot_path, out_dir, "model.png"))
 
@@ -185,10 +170,10 @@ def model(
             lengths=sizes,
             decode_positions=positions,
             decode_tokens=decode_tokens,
-            measures=_names(measures),
+            measures=names(measures),
             repeats=repeats,
             threads=threads,
-            only=_names(only),
+            only=names(only),
             max_seconds=max_seconds,
             max_memory=max_memory,
             memory=peak_memory,

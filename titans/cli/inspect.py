@@ -11,7 +11,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.paths import check_output
+from titans.cli.common import bar, check_output
 
 
 def inspect(
@@ -34,23 +34,16 @@ def inspect(
     if importlib.util.find_spec("transformers") is None:
         raise typer.BadParameter("inspect needs transformers: pip install 'titan-memory[models]'.")
 
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from titans.evaluation.inspect import inspect_tokens, load_subject
     from titans.evaluation.inspect_page import render_page, to_json
     from titans.files import write_atomically
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    screen = Console(stderr=True)
     try:
         subject = load_subject(model, seed)
         tokens = subject.tokenize(data)
-        with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-            task = bar.add_task("reading", total=min(len(tokens), max_tokens))
-            inspection = inspect_tokens(
-                subject.model, tokens[:max_tokens], piece, lambda done: bar.update(task, completed=done)
-            )
+        total = min(len(tokens), max_tokens)
+        with bar("reading", total) as move:
+            inspection = inspect_tokens(subject.model, tokens[:total], piece, lambda done: move(done, total, "reading"))
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     if len(tokens) > max_tokens:

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import statistics
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from titans.experiments.runs import Job, Progress, check_jobs, run_jobs
 from titans.files import write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
 from titans.training.callbacks import METRICS, read_metrics
-from titans.training.config import TrainConfig, nearest, read_yaml
+from titans.training.config import RESULT, TrainConfig, nearest
 from titans.training.prepare import load_prepared
-from titans.training.run import RESULT, RUN
 
 MODELS = ("lmm", "mac", "mag", "mal", "transformer++", "mamba2", "gated-deltanet", "sliding-window")
 QUICK_STEPS = 20
 EVAL_TOKENS = 50_000  # of the validations along the way; the last one reads all, unless quick
-POLL = 0.2  # seconds between two looks at the running models
 # Table 1 of the paper, 400M parameters and 15B tokens: perplexity on WikiText.
 PAPER = {
     "mag": 23.59, "mal": 23.93, "lmm": 25.03, "gated-deltanet": 25.47, "mac": 25.61, "mamba2": 26.34,
     "transformer++": 30.63,
 }  # fmt: skip
-Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is running
 
 
 @dataclass(frozen=True)
@@ -80,8 +73,6 @@ class LMExperiment:
             raise ValueError(f"size is {self.size!r}: {nearest(self.size, SIZES)}")
         if not self.models or not self.seeds:
             raise ValueError("there is nothing to run; expected at least one model and one seed")
-        if self.at_a_time < 1:
-            raise ValueError(f"at_a_time is {self.at_a_time}; expected at least 1")
 
     def config(self, model: str, seed: int) -> TrainConfig:
         """The training run of a model and a seed."""
@@ -125,10 +116,10 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
         raise ValueError(f"{experiment.data} has no validation split; expected one: titans prepare --validation")
     runs = [(model, seed) for seed in experiment.seeds for model in experiment.models]
     configs = {run: experiment.config(*run) for run in runs}
-    for config in configs.values():
-        _check_run(config, prepared.fingerprint)
+    jobs = [Job(config) for config in configs.values()]
+    check_jobs(jobs)
     out = Path(experiment.out)
-    _train_all([config for config in configs.values() if not _is_done(config)], experiment, len(runs), progress)
+    run_jobs(jobs, experiment.at_a_time, progress)
     report: dict[str, Any] = {
         "experiment": asdict(experiment),
         "data": {"vocabulary": prepared.vocab_size, "splits": asdict(prepared)["splits"]},
@@ -140,62 +131,6 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
     write_atomically(out / "lm.md", markdown(report).encode())
     draw(report, out / "lm.png")
     return report
-
-
-def _check_run(config: TrainConfig, fingerprint: str) -> None:
-    """Refuses a run that is there and was made of something else."""
-    if (Path(config.output) / RUN).is_file():
-        saved = read_yaml(Path(config.output) / RUN)
-        if saved.get("data_fingerprint") != fingerprint:
-            raise ValueError(f"{config.output} was trained on other data than {config.data}; expected another --out")
-        change = config.what_changed(saved)
-        if change is not None:
-            name, before, now = change
-            raise ValueError(
-                f"{config.output} was run with {name} {before!r} and is wanted with {now!r}; expected another --out"
-            )
-
-
-def _is_done(config: TrainConfig) -> bool:
-    return (Path(config.output) / RESULT).is_file()
-
-
-def _train_all(configs: Sequence[TrainConfig], experiment: LMExperiment, total: int, progress: Progress | None) -> None:
-    """A process a run, one thread each, ``at_a_time`` of them side by side."""
-    waiting, running = list(configs), dict[str, subprocess.Popen[str]]()
-    done = total - len(waiting)
-    try:
-        while waiting or running:
-            while waiting and len(running) < experiment.at_a_time:
-                config = waiting.pop(0)
-                running[Path(config.output).name] = _start(config)
-            for name, process in list(running.items()):
-                if process.poll() is None:
-                    continue
-                del running[name]
-                done += 1
-                if process.returncode or not (Path(experiment.out) / "runs" / name / RESULT).is_file():
-                    log = Path(experiment.out) / "runs" / f"{name}.log"
-                    words = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                    raise ValueError(f"the run {name} failed, see {log}: {words[-1] if words else 'no words'}")
-            if progress is not None:
-                progress(done, total, ", ".join(running))
-            time.sleep(POLL)
-    finally:
-        for process in running.values():
-            process.kill()
-
-
-def _start(config: TrainConfig) -> subprocess.Popen[str]:
-    output = Path(config.output)
-    file = output.parent / f"{output.name}.yaml"
-    write_atomically(file, yaml.safe_dump(config.to_dict(), sort_keys=False).encode())
-    resume = ["--resume"] if (output / RUN).is_file() else []
-    command = [sys.executable, "-c", "from titans.cli import main; main()", "train", str(file), *resume]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    log = (output.parent / f"{output.name}.log").open("w", encoding="utf-8")
-    with log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log, text=True)
 
 
 def _read_run(model: str, seed: int, config: TrainConfig) -> dict[str, Any]:

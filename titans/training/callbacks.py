@@ -63,7 +63,7 @@ class ProgressBar(TrainerCallback):
         elif "eval_loss" in logs:
             self.console.print(
                 f"step {state.global_step:>6,}  validation loss {logs['eval_loss']:.4f}  "
-                f"perplexity {logs['eval_perplexity']:.4g}",
+                f"perplexity {logs['eval_perplexity']:.4g}  accuracy {logs['eval_accuracy']:.3f}",
                 highlight=False,
             )
 

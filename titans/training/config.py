@@ -14,6 +14,10 @@ from typing import Any
 PRECISIONS = ("float32", "bf16")
 GRADIENTS = ("second", "first")
 PARALLEL = ("ddp", "fsdp2")
+SCHEDULES = ("cosine", "stable")
+RUN = "train.yaml"  # the config of a run, in its folder
+RESULT = "result.json"  # its last figures: a run that has them is complete
+TASK = "task:"  # how data that a task draws is named
 # What may change between a run and its continuation: where and how it runs, not what it computes.
 FREE = frozenset(
     (
@@ -35,7 +39,10 @@ class TrainConfig:
     model: dict[str, Any] = field(default_factory=lambda: {"name": "mac", "size": "1m"})
     """name (a variant, preset or baseline) and size, and any field of its config; or pretrained: a folder or name."""
     data: str = ""
-    """The folder that ``titans prepare`` wrote; or hf://OWNER/NAME, streamed from the hub."""
+    """The folder that ``titans prepare`` wrote; or hf://OWNER/NAME, streamed from the hub; or task:NAME, drawn by a
+    task of ``titans eval`` (several: commas between), where the loss is that of the answers only."""
+    task: dict[str, Any] = field(default_factory=dict)
+    """Task data: settings of the task; of one of several, as TASK.SETTING."""
     data_config: str | None = None
     """Streamed data: the configuration of the hub's data set."""
     data_split: str = "train"
@@ -45,7 +52,7 @@ class TrainConfig:
     validation: str | None = None
     """A prepared folder whose validation split (else its train split) is the validation data; default: data's own."""
     tokenizer: str | None = None
-    """Streamed data: bytes, a folder, or a name on the hub. Prepared data brings its own."""
+    """Streamed data and tasks of text: bytes, a folder, or a name on the hub. Prepared data brings its own."""
     output: str = ""
     """The folder of the run, made if needed."""
 
@@ -63,6 +70,12 @@ class TrainConfig:
     epochs: float | None = None
     """Passes over the data."""
 
+    shortest: int | None = None
+    """Task data: sequences begin with so many tokens and double until they have ``length``; a batch has as many tokens
+    at all times. None: they all have ``length``."""
+    growth: float = 0.5
+    """Share of the steps after which they have."""
+
     # carried memory
     carry: int = 0
     """0: every sequence starts with a fresh memory. n: documents are read in consecutive sequences of n pieces of
@@ -70,8 +83,12 @@ class TrainConfig:
 
     # optimiser
     learning_rate: float = 4e-4
+    schedule: str = "cosine"
+    """cosine: the rate falls from the end of the warm-up on; stable: it stays, and falls in a line at the end."""
+    decay: float = 0.33
+    """Stable schedule: share of the steps over which the rate falls."""
     min_learning_rate: float = 0.1
-    """Where the cosine ends, as a share of the learning rate."""
+    """Where the rate ends, as a share of the learning rate."""
     warmup: float = 0.02
     """Share of the steps over which the rate rises; or, from 1 on, their number."""
     weight_decay: float = 0.1
@@ -123,7 +140,7 @@ class TrainConfig:
         least = {
             "length": 1, "batch_tokens": 1, "micro_batch": 1, "tokens": 1, "steps": 1, "carry": 0, "workers": 0,
             "log_every": 1, "memory_stats_every": 0, "eval_every": 0, "eval_tokens": 1, "final_eval_tokens": 1,
-            "save_every": 1, "keep": 1, "seed": 0,
+            "save_every": 1, "keep": 1, "seed": 0, "shortest": 1,
         }  # fmt: skip
         for name, bound in least.items():
             value = getattr(self, name)
@@ -135,13 +152,13 @@ class TrainConfig:
                 raise ValueError(f"{name} is {value}; expected a positive number")
         if self.device not in (None, "cpu"):
             raise ValueError(f"device is {self.device!r}; expected cpu, or nothing for the accelerator that there is")
-        for name in ("min_learning_rate", "beta1", "beta2"):
+        for name in ("min_learning_rate", "beta1", "beta2", "growth", "decay"):
             if not 0 <= getattr(self, name) <= 1 or (name.startswith("beta") and getattr(self, name) == 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
         for name in ("warmup", "weight_decay"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
-        choices = {"precision": PRECISIONS, "outer_gradients": GRADIENTS, "parallel": PARALLEL}
+        choices = {"precision": PRECISIONS, "outer_gradients": GRADIENTS, "parallel": PARALLEL, "schedule": SCHEDULES}
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(known)}")
@@ -158,6 +175,20 @@ class TrainConfig:
                 raise ValueError("carry is for prepared data; data is streamed: run `titans prepare` on it first")
             if self.epochs is not None:
                 raise ValueError("epochs is for prepared data, whose size is known; data is streamed: expected tokens")
+        if self.tasks:
+            if self.carry:
+                raise ValueError("carry is for prepared data; data is drawn by a task: expected carry 0")
+            if self.epochs is not None:
+                raise ValueError("epochs is for prepared data; a task has no end: expected steps or tokens")
+            rest = self.length / (self.shortest or self.length)
+            if rest < 1 or not math.log2(rest).is_integer():
+                raise ValueError(
+                    f"shortest is {self.shortest} and length is {self.length}; expected a length that is shortest "
+                    "doubled some times"
+                )
+        elif self.task or self.shortest is not None:
+            name = "task" if self.task else "shortest"
+            raise ValueError(f"{name} is given and data is not drawn by a task; expected data: task:NAME")
         if "pretrained" in self.model and len(self.model) > 1:
             raise ValueError("model has pretrained and other fields; expected pretrained alone")
 
@@ -165,6 +196,20 @@ class TrainConfig:
     def streamed(self) -> bool:
         """Whether the data comes from the hub as the run goes on."""
         return self.data.startswith("hf://")
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks that draw the data; none: it is text."""
+        if not self.data.startswith(TASK):
+            return []
+        return [name.strip() for name in self.data.removeprefix(TASK).split(",")]
+
+    def sequence_length(self, step: int, steps: int) -> int:
+        """Tokens of a sequence that a task draws for a step of ``steps``."""
+        if self.shortest is None or step >= self.growth * steps:
+            return self.length
+        doublings = round(math.log2(self.length / self.shortest))
+        return self.shortest << int(step / (self.growth * steps) * doublings)
 
     @property
     def row_tokens(self) -> int:
@@ -212,13 +257,24 @@ class TrainConfig:
             free = name in FREE and not (self.streamed and name in STREAM)
             if free or name not in saved:
                 continue
-            if name == "model":
+            if name in ("model", "task"):
                 for key in {**value, **saved[name]}:
                     if value.get(key) != saved[name].get(key):
-                        return f"model.{key}", saved[name].get(key), value.get(key)
+                        return f"{name}.{key}", saved[name].get(key), value.get(key)
             elif value != saved[name]:
                 return name, saved[name], value
         return None
+
+    def other_than(self, folder: Path, fingerprint: str) -> str | None:
+        """In what the run in a folder is another than this one on data with this fingerprint; None: in nothing."""
+        saved = read_yaml(folder / RUN)
+        if saved.get("data_fingerprint") != fingerprint:
+            return f"the run in {folder} was trained on other data than {self.data}"
+        change = self.what_changed(saved)
+        if change is None:
+            return None
+        name, before, now = change
+        return f"the run in {folder} has {name} {before!r}, this one {now!r}"
 
 
 def load_config(path: Path | None, flags: Sequence[str] = ()) -> TrainConfig:
@@ -315,6 +371,9 @@ def _set(values: dict[str, Any], name: str, text: str) -> None:
     if not dot:
         kind = _hints().get(head)
         values[head] = text if kind is str else value
+        return
+    if head == "task":
+        values["task"] = dict(values.get("task") or {}) | {key: value}
         return
     if head != "model":
         raise ValueError(f"{name} is not a field of a training run: {nearest(name, ['model.name', 'model.size'])}")

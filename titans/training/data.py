@@ -7,7 +7,8 @@ number of sequences in a batch; however they are dealt out to processes and accu
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-IGNORED = -100  # the target of a position that is not trained on
+from titans.tasks import IGNORED, Task, example
+
 Row = dict[str, Tensor]
 
 
@@ -229,6 +231,52 @@ class StreamedRows(IterableDataset[Row]):
             number += 1
 
 
+class TaskRows(Dataset[Row]):
+    """Sequences that tasks draw: a row is ``length`` tokens as one sequence, or as several shorter ones.
+
+    Args:
+        tasks: they take turns by chance.
+        tokenizer: of tasks of text.
+        length: of a row.
+        split: of the tasks.
+        seed: with the split and its number, decides a row.
+        count: rows.
+        size: tells for a row's number how long its sequences are.
+    """
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        tokenizer: Any,
+        length: int,
+        split: str,
+        seed: int,
+        count: int,
+        size: Callable[[int], int] | None = None,
+    ) -> None:
+        self.tasks, self.tokenizer, self.length = tuple(tasks), tokenizer, length
+        self.split, self.seed, self.count, self.size = split, seed, count, size
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Row:
+        """``input_ids`` and ``labels``, (sequences, tokens); what follows the end of a sequence has no label."""
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        size = self.length if self.size is None else self.size(index)
+        several = self.length // size
+        inputs = np.zeros((several, size), dtype=np.int64)
+        labels = np.full((several, size), IGNORED, dtype=np.int64)
+        for place in range(several):
+            number = index * self.length + place  # no two sequences of a run have the same one
+            task = self.tasks[random.Random(f"{self.seed} {number}").randrange(len(self.tasks))]
+            drawn = example(task, self.split, self.seed, number, size, self.tokenizer)
+            inputs[place, : len(drawn.tokens)] = drawn.tokens
+            labels[place, : len(drawn.tokens)] = drawn.labels()
+        return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+
 def _row(tokens: NDArray[np.int64], length: int) -> Row:
     """Inputs and their targets, the tokens one place on, from up to length + 1 tokens."""
     inputs = np.zeros(length, dtype=np.int64)
@@ -241,5 +289,6 @@ def _row(tokens: NDArray[np.int64], length: int) -> Row:
 
 
 def collate(rows: Sequence[Row]) -> Row:
-    """A batch of rows."""
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    """A batch of rows, or of the sequences in them."""
+    join = {name: torch.cat if value.ndim > 1 else torch.stack for name, value in rows[0].items()}
+    return {name: join[name]([row[name] for row in rows]) for name in rows[0]}

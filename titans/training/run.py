@@ -9,6 +9,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +23,22 @@ from transformers.utils import logging
 
 from titans.files import write_atomically
 from titans.models.tokenizer import load_tokenizer
+from titans.tasks import Task, example, make_tasks
 from titans.training.build import make_model, shard
 from titans.training.callbacks import METRICS, MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
-from titans.training.config import TrainConfig, nearest, read_yaml
-from titans.training.data import CarriedRows, PackedRows, StreamedRows, TokenStore
+from titans.training.config import RESULT, RUN, TrainConfig, nearest
+from titans.training.data import CarriedRows, PackedRows, StreamedRows, TaskRows, TokenStore
 from titans.training.prepare import load_prepared
 from titans.training.trainer import SAVING, MemoryTrainer, writing
 
-RUN = "train.yaml"  # the config of a run, in its folder
-RESULT = "result.json"  # its last figures: a run that has them is complete
 TENSORBOARD = "tensorboard"
 # what a finished run has at its top besides
 MODEL_FILES = (
     "config.json", "generation_config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "README.md", "training_args.bin",
 )  # fmt: skip
+TASK_VALIDATION = 256  # sequences
 Say = Callable[[str], None]
 
 
@@ -46,16 +47,35 @@ class Data:
     """What a run reads.
 
     Attributes:
-        tokenizer: of the data.
-        train: the tokens; None: they are streamed.
-        validation: the tokens; None: there are none.
+        tokenizer: of the data; None: a task draws plain tokens.
+        train: the tokens; None: they are streamed, or drawn.
+        validation: the tokens; None: there are none, or they are drawn.
         fingerprint: of the training data, to be the same when a run goes on.
+        tasks: what draws it.
     """
 
     tokenizer: Any
     train: TokenStore | None
     validation: TokenStore | None
     fingerprint: str
+    tasks: tuple[Task, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens there are."""
+        if self.tokenizer is not None:
+            return len(self.tokenizer)
+        return max(task.vocab_size or 0 for task in self.tasks)
+
+    @property
+    def end(self) -> int | None:
+        """The token between texts."""
+        return None if self.tokenizer is None else self.tokenizer.eos_token_id
+
+    @property
+    def validates(self) -> bool:
+        """Whether there is anything to validate on."""
+        return self.validation is not None or bool(self.tasks)
 
 
 @dataclass(frozen=True)
@@ -106,13 +126,14 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     size, accumulation = config.accumulation(processes)
     steps = config.total_steps(_pass_tokens(config, data))
     rows = make_rows(config, data, steps)
-    model = make_model(config, len(data.tokenizer), data.tokenizer.eos_token_id)
+    model = make_model(config, data.vocab_size, data.end)
+    validation = make_validation_rows(config, data, size * processes)
     check_trackers(config.trackers)
     if rank == 0:
         _claim(output, config, data, resume, overwrite)
         _introduce(config, data, model, rows, steps, size, accumulation, processes, say)
 
-    args = _arguments(config, output, steps, size, accumulation, validates=data.validation is not None)
+    args = _arguments(config, output, steps, size, accumulation, validates=data.validates)
     if args.n_gpu > 1:
         args._n_gpu = 1  # the Trainer would give every GPU a batch of its own
         say("one GPU of several is used; torchrun uses them all.")
@@ -127,7 +148,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         board = TensorBoardCallback()
         board.logging_dir = str(output / TENSORBOARD)
         callbacks.append(board)
-    trainer = MemoryTrainer(config, model, args, rows, data.validation, data.tokenizer, callbacks, sharded)
+    trainer = MemoryTrainer(config, model, args, rows, validation, data.tokenizer, callbacks, sharded)
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     checkpoint = last_checkpoint(output) if resume else None
@@ -145,7 +166,7 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     finished = trainer.state.global_step >= steps
     metrics: dict[str, float] = {}
     if finished:
-        if data.validation is not None:
+        if data.validates:
             trainer.at_the_end = True
             metrics = trainer.evaluate()
         metrics |= file.times()
@@ -159,6 +180,8 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
 
 def open_data(config: TrainConfig) -> Data:
     """Opens what a run reads; a ``ValueError`` says what is missing."""
+    if config.tasks:
+        return _open_tasks(config)
     validation: TokenStore | None = None
     own: Any = None  # the tokenizer of the validation data, if it comes by itself
     if config.validation is not None:
@@ -181,6 +204,24 @@ def open_data(config: TrainConfig) -> Data:
     tokenizer = load_tokenizer(str(prepared.tokenizer_folder))
     _check_validation(config, validation, own, tokenizer)
     return Data(tokenizer, TokenStore(prepared.open("train")), validation, prepared.fingerprint)
+
+
+def _open_tasks(config: TrainConfig) -> Data:
+    if config.validation is not None:
+        raise ValueError(f"validation is {config.validation!r}; expected none, as a task draws its own")
+    tasks = make_tasks(config.tasks, config.task)
+    of_text = [task.name for task in tasks if task.vocab_size is None]
+    if of_text and len(of_text) < len(tasks):
+        raise ValueError(f"data is {config.data!r}; expected tasks of text, or tasks of plain tokens, not both")
+    if of_text and config.tokenizer is None:
+        raise ValueError(f"tokenizer is missing; expected one, such as bytes, as {of_text[0]} is text")
+    if not of_text and config.tokenizer is not None:
+        raise ValueError(f"tokenizer is {config.tokenizer!r}; expected none, as {tasks[0].name} draws plain tokens")
+    tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
+    data = Data(tokenizer, None, None, f"{config.data} {sorted(config.task.items())}", tuple(tasks))
+    for task in tasks:  # said now, and not by a data worker
+        example(task, "train", config.seed, 0, config.shortest or config.length, tokenizer)
+    return data
 
 
 def _check_validation(config: TrainConfig, validation: TokenStore | None, own: Any, tokenizer: Any) -> None:
@@ -221,6 +262,9 @@ def check_trackers(names: list[str]) -> None:
 
 def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
     """The rows of the whole run."""
+    if data.tasks:
+        sizes = partial(_size_of, config, steps)
+        return TaskRows(data.tasks, data.tokenizer, config.length, "train", config.seed, config.rows * steps, sizes)
     if data.train is not None and config.carry:
         return CarriedRows(data.train, config.row_tokens, config.rows, steps, config.seed)
     if data.train is not None:
@@ -241,6 +285,21 @@ def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
     return StreamedRows(texts, data.tokenizer, config.length, config.text_column)
 
 
+def _size_of(config: TrainConfig, steps: int, row: int) -> int:
+    return config.sequence_length(row // config.rows, steps)
+
+
+def make_validation_rows(config: TrainConfig, data: Data, together: int) -> Any:
+    """What a run is validated on, ``together`` rows at a time; None: nothing."""
+    if data.tasks:
+        return TaskRows(data.tasks, data.tokenizer, config.length, "validation", config.seed, TASK_VALIDATION)
+    if data.validation is None:
+        return None
+    if config.carry:
+        return CarriedRows(data.validation, config.length, together, None)
+    return PackedRows(data.validation, config.length, None)
+
+
 def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
     """Refuses a folder that holds something else, or another run than the one that is to go on."""
     if output.exists() and not output.is_dir():
@@ -251,13 +310,9 @@ def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, ov
     if resume:
         if not is_run:
             raise ValueError(f"{output} holds no run to resume; expected the output folder of one")
-        saved = read_yaml(output / RUN)
-        change = config.what_changed(saved)
-        if change is not None:
-            name, before, now = change
-            raise ValueError(f"the run in {output} has {name} {before!r}, this one {now!r}; expected the same")
-        if saved.get("data_fingerprint") != data.fingerprint:
-            raise ValueError(f"the run in {output} was trained on other data than {config.data} holds now")
+        difference = config.other_than(output, data.fingerprint)
+        if difference is not None:
+            raise ValueError(f"{difference}; expected the same")
     elif output.is_dir() and any(output.iterdir()):
         if not is_run:
             raise ValueError(f"{output} is not empty and holds no run; expected a new or empty folder")
@@ -302,8 +357,8 @@ def _arguments(
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
         learning_rate=config.learning_rate,
-        lr_scheduler_type="cosine_with_min_lr",
-        lr_scheduler_kwargs={"min_lr_rate": config.min_learning_rate},
+        lr_scheduler_type="cosine_with_min_lr" if config.schedule == "cosine" else "warmup_stable_decay",
+        lr_scheduler_kwargs=_schedule(config, steps),
         warmup_steps=config.warmup_steps(steps),
         weight_decay=config.weight_decay,
         adam_beta1=config.beta1,
@@ -332,6 +387,13 @@ def _arguments(
         ddp_find_unused_parameters=False,
         disable_tqdm=True,
     )
+
+
+def _schedule(config: TrainConfig, steps: int) -> dict[str, Any]:
+    if config.schedule == "cosine":
+        return {"min_lr_rate": config.min_learning_rate}
+    falling = min(round(config.decay * steps), steps - config.warmup_steps(steps))
+    return {"num_decay_steps": falling, "decay_type": "linear", "min_lr_ratio": config.min_learning_rate}
 
 
 def _compile(model: PreTrainedModel, config: TrainConfig, say: Say) -> None:
@@ -365,7 +427,9 @@ def _introduce(
     count = sum(p.numel() for p in model.parameters())
     name = config.model.get("name") or config.model.get("pretrained")
     known = "streamed tokens" if data.train is None else f"{data.train.tokens:,} tokens"
-    say(f"{name}, {count:,} parameters; {known}, vocabulary {len(data.tokenizer):,}.")
+    if data.tasks:
+        known = f"tokens drawn by {' and '.join(task.name for task in data.tasks)}"
+    say(f"{name}, {count:,} parameters; {known}, vocabulary {data.vocab_size:,}.")
     parts = f"{size} sequences of {config.row_tokens:,} x {accumulation} accumulated x {processes} processes"
     say(f"{steps:,} steps of {config.batch_tokens:,} tokens ({parts}).")
     if isinstance(rows, CarriedRows):

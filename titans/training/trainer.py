@@ -8,7 +8,6 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,9 @@ from transformers.trainer_utils import rotate_checkpoints
 from titans.layers import NeuralMemory
 from titans.layers.record import record_memory, summarise
 from titans.models import TitansCache
+from titans.tasks import IGNORED
 from titans.training.config import TrainConfig
-from titans.training.data import IGNORED, CarriedRows, PackedRows, TokenStore, collate
+from titans.training.data import collate
 
 OPTIMIZER, SCHEDULER, WEIGHTS = "optimizer.pt", "scheduler.pt", "model.safetensors"
 SAVING = ".saving"  # where a checkpoint stands until it is complete
@@ -53,7 +53,7 @@ class MemoryTrainer(Trainer):
         model: what to train; sharded already if ``sharded``.
         args: of the Trainer.
         rows: what to train on.
-        validation: what to validate on; None: nothing.
+        validation: rows to validate on, in order; None: none.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class MemoryTrainer(Trainer):
         model: nn.Module,
         args: TrainingArguments,
         rows: Any,
-        validation: TokenStore | None = None,
+        validation: Sequence[Any] | None = None,
         tokenizer: Any = None,
         callbacks: Sequence[TrainerCallback] = (),
         sharded: bool = False,
@@ -114,29 +114,27 @@ class MemoryTrainer(Trainer):
         """The mean over the tokens of the whole batch, of which these rows are a part."""
         if self._wants_stats():
             self._look_at_memory(inputs)
-        total, cache = self._summed_loss(model, inputs, self.lanes.get(self._micro))
+        parts, cache = self._read(model, inputs, self.lanes.get(self._micro))
         if cache is not None:
             self.lanes[self._micro] = cache.detach()
+        total = torch.stack([_summed(logits, labels) for logits, labels in parts]).sum()
         # the processes' gradients are averaged, not summed
         return total / num_items_in_batch * self.accelerator.num_processes
 
-    def _summed_loss(
+    def _read(
         self, model: nn.Module, inputs: Any, cache: TitansCache | None
-    ) -> tuple[Tensor, TitansCache | None]:
-        """The loss summed over all tokens, and the memory after them; None: nothing is carried.
-
-        Rows that carry are read piece by piece, one after the other.
-        """
+    ) -> tuple[list[tuple[Tensor, Tensor]], TitansCache | None]:
+        """Logits and labels of every piece of the rows, and the memory after them; None: nothing is carried."""
         restart: Tensor | None = inputs.get("restart")
         if restart is None:
-            return _summed(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"]), None
+            return [(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"])], None
+        parts = []
         ids, labels = (inputs[name].split(self.config.length, dim=1) for name in ("input_ids", "labels"))
-        losses = []
         for part, targets in zip(ids, labels, strict=True):
             output = model(input_ids=part, past_key_values=cache, use_cache=True, restart=restart)
             cache, restart = output.past_key_values, None
-            losses.append(_summed(output.logits, targets))
-        return torch.stack(losses).sum(), cache
+            parts.append((output.logits, targets))
+        return parts, cache
 
     # watching
 
@@ -179,11 +177,12 @@ class MemoryTrainer(Trainer):
     ) -> dict[str, float]:
         """Loss and perplexity on the validation data, read in order; carried if the training carries."""
         with self._clock.paused():
-            total, count = self._validate()
+            total, right, count = self._validate()
         loss = total / max(1.0, count)
         metrics = {
             f"{metric_key_prefix}_loss": loss,
             f"{metric_key_prefix}_perplexity": _perplexity(loss),
+            f"{metric_key_prefix}_accuracy": right / max(1.0, count),
             f"{metric_key_prefix}_tokens": count,
         }
         self.log(dict(metrics))
@@ -191,37 +190,32 @@ class MemoryTrainer(Trainer):
         return metrics
 
     @torch.no_grad()
-    def _validate(self) -> tuple[float, float]:
-        assert self.validation is not None
+    def _validate(self) -> tuple[float, float, float]:
+        """The summed loss, how many tokens were the likeliest, and how many there were."""
         model = self.model if self.sharded else self.accelerator.unwrap_model(self.model)
         model.eval()
-        sums = torch.zeros(2, dtype=torch.float64)
+        sums = torch.zeros(3, dtype=torch.float64)
         try:
             cache: TitansCache | None = None
             for batch in self._validation_batches():
-                batch = self._prepare_inputs(batch)
-                total, cache = self._summed_loss(model, batch, cache)
-                sums += torch.tensor([float(total), int(batch["labels"].ne(IGNORED).sum())], dtype=torch.float64)
+                parts, cache = self._read(model, self._prepare_inputs(batch), cache)
+                for logits, labels in parts:
+                    asked = labels.ne(IGNORED)
+                    right = (logits.argmax(-1).eq(labels) & asked).sum()
+                    sums += torch.tensor([float(_summed(logits, labels)), int(right), int(asked.sum())])
         finally:
             model.train()
         if self.args.world_size > 1:
             sums = sums.to(self.args.device)
             dist.all_reduce(sums)
-        return float(sums[0]), float(sums[1])
-
-    @cached_property
-    def _validation_rows(self) -> CarriedRows | PackedRows:
-        assert self.validation is not None
-        if not self.config.carry:
-            return PackedRows(self.validation, self.config.length, None)
-        lanes = self.args.per_device_train_batch_size * self.args.world_size
-        return CarriedRows(self.validation, self.config.length, lanes, None)
+        return float(sums[0]), float(sums[1]), float(sums[2])
 
     def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
         """This process's share: as many batches as every other's, the missing rows empty."""
+        rows = self.validation
+        assert rows is not None
         config, size = self.config, self.args.per_device_train_batch_size
         together = size * self.args.world_size
-        rows = self._validation_rows
         count = len(rows)
         limit = config.final_eval_tokens if self.at_the_end else config.eval_tokens
         if limit is not None:

@@ -1,0 +1,115 @@
+"""Training on tasks: rows are a function of their number, sequences grow, and only answers count."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.training.conftest import TINY
+from titans.tasks import IGNORED, example, make_task, make_tasks
+from titans.training.config import TrainConfig, load_config
+from titans.training.data import TaskRows, collate
+from titans.training.run import train
+
+FIELDS: dict[str, Any] = {
+    "model": {"name": "mac", **TINY}, "data": "task:recall", "task": {"pairs": 2}, "length": 32, "batch_tokens": 128,
+    "steps": 4, "log_every": 1, "eval_every": 2, "eval_tokens": 128, "final_eval_tokens": 256, "save_every": 2,
+    "trackers": [], "memory_stats_every": 0,
+}  # fmt: skip
+
+
+def test_a_row_holds_a_sequence_or_several_shorter_ones() -> None:
+    task = make_task("recall", {"pairs": 2})
+    rows = TaskRows([task], None, 32, "train", 7, 4, lambda row: 8 if row < 2 else 32)
+    assert [tuple(rows[index]["input_ids"].shape) for index in range(4)] == [(4, 8), (4, 8), (1, 32), (1, 32)]
+    batch = collate([rows[0], rows[1]])
+    assert batch["input_ids"].shape == batch["labels"].shape == (8, 8)
+    drawn = example(task, "train", 7, 3 * 32, 32)
+    assert rows[3]["input_ids"][0].tolist() == list(drawn.tokens)
+    asked = rows[3]["labels"][0] != IGNORED
+    assert rows[3]["labels"][0][asked].tolist() == [answer.wanted[0] for answer in drawn.answers]
+    with pytest.raises(IndexError):
+        rows[4]
+
+
+def test_rows_are_the_same_whoever_asks_and_differ_between_splits_and_seeds() -> None:
+    tasks = make_tasks(["recall", "reassigned"], {"pairs": 2})
+
+    def ids(split: str, seed: int, workers: int = 0) -> torch.Tensor:
+        rows = TaskRows(tasks, None, 32, split, seed, 6)
+        return torch.cat([b["input_ids"] for b in DataLoader(rows, 2, collate_fn=collate, num_workers=workers)])
+
+    assert torch.equal(ids("train", 0), ids("train", 0, workers=2))
+    assert not torch.equal(ids("train", 0), ids("train", 1))
+    assert not torch.equal(ids("train", 0), ids("validation", 0))
+
+
+def test_sequences_double_until_they_have_the_length() -> None:
+    config = TrainConfig(**FIELDS | {"length": 64, "shortest": 16, "growth": 0.5})
+    assert [config.sequence_length(step, 8) for step in range(8)] == [16, 16, 32, 32, 64, 64, 64, 64]
+    assert TrainConfig(**FIELDS).sequence_length(0, 8) == 32
+
+
+def test_a_run_on_a_task_is_validated_resumes_to_the_same_losses_and_can_be_loaded(tmp_path: Path) -> None:
+    fields = FIELDS | {"shortest": 16, "schedule": "stable"}
+    whole = train(TrainConfig(**fields, output=str(tmp_path / "whole")))
+    assert whole.finished and 0 <= whole.metrics["eval_accuracy"] <= 1
+    assert whole.metrics["eval_tokens"] == 8 * 2  # two answers a sequence
+
+    output = tmp_path / "whole"
+    for path in (output / "result.json", output / "checkpoint-4"):
+        path.rename(tmp_path / path.name)
+    again = train(TrainConfig(**fields, output=str(output)), resume=True)
+    assert again.metrics["eval_loss"] == whole.metrics["eval_loss"]
+    assert (output / "config.json").is_file() and not (output / "tokenizer.json").exists()
+    assert json.loads((output / "config.json").read_text())["vocab_size"] == 192
+
+
+def test_a_text_task_brings_its_tokenizer_along(tmp_path: Path) -> None:
+    fields = FIELDS | {
+        "data": "task:needle-noise",
+        "task": {},
+        "tokenizer": "bytes",
+        "length": 512,
+        "batch_tokens": 512,
+    }
+    done = train(TrainConfig(**fields | {"steps": 1, "final_eval_tokens": 1}, output=str(tmp_path / "run")))
+    assert done.finished and (tmp_path / "run" / "tokenizer.json").is_file()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"data": "task:recal"}, "task is 'recal'; expected one of needle-noise, "),
+        ({"task": {"pears": 2}}, "pears is not a setting of recall"),
+        ({"carry": 2, "batch_tokens": 64}, "data is drawn by a task: expected carry 0"),
+        ({"steps": None, "epochs": 1.0}, "a task has no end: expected steps or tokens"),
+        ({"shortest": 12}, "shortest is 12 and length is 32; expected a length that is shortest doubled some times"),
+        ({"data": "text", "task": {}, "shortest": 16}, "shortest is given and data is not drawn by a task"),
+        ({"data": "task:recall,babilong", "task": {}}, "expected tasks of text, or tasks of plain tokens, not both"),
+        (
+            {"data": "task:babilong", "task": {}},
+            "tokenizer is missing; expected one, such as bytes, as babilong is text",
+        ),
+        ({"tokenizer": "bytes"}, "expected none, as recall draws plain tokens"),
+        ({"validation": "set"}, "validation is 'set'; expected none, as a task draws its own"),
+        ({"length": 4, "batch_tokens": 4}, "length is 4; expected at least 6"),
+        ({"schedule": "linear"}, "schedule is 'linear'; expected cosine or stable"),
+    ],
+)
+def test_what_a_task_cannot_be_trained_with_is_one_sentence(
+    changes: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=words.replace("(", r"\(")):
+        train(TrainConfig(**FIELDS | {"output": str(tmp_path / "run")} | changes))
+    assert not (tmp_path / "run").exists()
+
+
+def test_settings_of_a_task_are_flags_too() -> None:
+    config = load_config(None, ["--data", "task:recall", "--task.pairs", "4", "--task.lengths=[16,32]"])
+    assert config.task == {"pairs": 4, "lengths": [16, 32]}

@@ -1,0 +1,266 @@
+"""What a memory can do before anything is trained: how much it holds, how long, and what surprises it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from titans.layers import NeuralMemory
+from titans.layers.record import record_memory
+from titans.models import TitansForCausalLM
+from titans.ops import MemoryMLP, MemoryState, neural_memory_exact
+from titans.tasks.recall import Recall
+
+DEPTHS, WIDTHS = (1, 2, 3, 4), (16, 32, 64, 128)
+THETAS = (0.05, 0.1, 0.25, 0.5, 1.0)
+ETAS = (0.0, 0.9)
+LIMIT = 1 << 14  # pairs that a search goes up to
+COAST = 64  # tokens without a step after which no momentum is left: 0.9 ** 64 is .001
+FACTS = ("new", "repeated", "changed")
+
+
+def capacity(
+    depths: Sequence[int] = DEPTHS,
+    widths: Sequence[int] = WIDTHS,
+    etas: Sequence[float] = ETAS,
+    thetas: Sequence[float] = THETAS,
+    passes: int = 1,
+    seeds: int = 8,
+    share: float = 0.9,
+    on_row: Callable[[dict[str, Any]], None] | None = None,
+) -> dict[str, Any]:
+    """How many pairs of random unit vectors a memory holds that was never trained.
+
+    The pairs are written with the exact, bounded rule and nothing is forgotten; momentum runs out before the keys are
+    read. A pair is held if what is read is nearer (cosine) to its own value than to that of any other. The capacity is
+    the largest number of pairs of which at least ``share`` are held, as a mean over the seeds and with the step that
+    holds most, found by doubling and bisection.
+
+    Args:
+        etas: momentum; the steps are ``theta * (1 - eta)``, as in :class:`titans.NeuralMemory`.
+        thetas: steps that are tried.
+        passes: how often the pairs are written, one after the other, in the same order.
+        seeds: memories, each with a start, keys and values of its own.
+        on_row: told each row when it is known.
+
+    Returns:
+        ``{"rows": [...]}``: depth, width, eta, weights (numbers of the memory), capacity, and at that capacity theta,
+        recall and recalls (one a seed).
+    """
+    _require_at_least_one(depths=depths, widths=widths, etas=etas, thetas=thetas)
+    for name, number in (("passes", passes), ("seeds", seeds)):
+        if number < 1:
+            raise ValueError(f"{name} is {number}; expected at least 1")
+    if not 0 < share <= 1:
+        raise ValueError(f"share is {share}; expected more than 0 and at most 1")
+    rows = []
+    for depth in depths:
+        for width in widths:
+            for eta in etas:
+                row = _capacity(depth, width, eta, thetas, passes, seeds, share)
+                rows.append(row)
+                if on_row is not None:
+                    on_row(row)
+    return {"rows": rows}
+
+
+def _capacity(
+    depth: int, width: int, eta: float, thetas: Sequence[float], passes: int, seeds: int, share: float
+) -> dict[str, Any]:
+    memory = _fresh(depth, width, seeds, len(thetas))
+    steps = torch.tensor(thetas).view(1, -1, 1)
+
+    def try_pairs(count: int) -> tuple[float, dict[str, Any]]:
+        keys, values = _unit_vectors(2, seeds, count, width)
+        k, v = (x.expand(-1, len(thetas), -1, -1) for x in (keys, values))
+        state = memory.write(memory.start, k.repeat(1, 1, passes, 1), v.repeat(1, 1, passes, 1), steps, 0.0, eta)
+        said = F.normalize(memory.network(memory.settle(state, eta).weights, k), dim=-1)
+        nearest = (said @ values.mT).argmax(-1)  # (seeds, steps, pairs)
+        recall = (nearest == torch.arange(count)).double().mean(-1)
+        best = int(recall.mean(0).argmax())
+        found = {"theta": thetas[best], "recalls": recall[:, best].tolist()}
+        return fmean(found["recalls"]), found
+
+    with torch.no_grad():
+        low, high, best = 1, 2, try_pairs(1)
+        while high <= LIMIT and (tried := try_pairs(high))[0] >= share:
+            low, high, best = high, 2 * high, tried
+        while high - low > 1 and low < LIMIT:
+            middle = (low + high) // 2
+            if (tried := try_pairs(middle))[0] >= share:
+                low, best = middle, tried
+            else:
+                high = middle
+    weights = sum(weight[0, 0].numel() for weight in memory.start.weights)
+    recall, found = best
+    return {"depth": depth, "width": width, "eta": eta, "weights": weights, "capacity": low, "recall": recall, **found}
+
+
+def decay_of_association(
+    alphas: Sequence[float] = (0.0, 0.001, 0.01, 0.1),
+    etas: Sequence[float] = ETAS,
+    writes: Sequence[int] = (0, 1, 4, 16, 64, 256, 1024),
+    depth: int = 2,
+    width: int = 64,
+    theta: float = 0.5,
+    samples: int = 32,
+) -> dict[str, Any]:
+    """How much is left of an association after so many more writes of random pairs of unit vectors.
+
+    Args:
+        alphas: forgetting of every write; it returns to the memory's start.
+        etas: momentum; the steps are ``theta * (1 - eta)``.
+        writes: after how many more pairs the key is read.
+        samples: memories, each with a start and pairs of its own.
+
+    Returns:
+        ``{"rows": [...]}``: alpha, eta, writes, and what M(k) says of the value v, which is of length 1: left, the
+        mean of <M(k), v> (1 is all of it), cosine, that of its cosine, and lefts and cosines, one a sample.
+    """
+    _require_at_least_one(alphas=alphas, etas=etas, writes=writes)
+    if min(writes) < 0:
+        raise ValueError(f"writes has {min(writes)}; expected at least 0")
+    if samples < 1:
+        raise ValueError(f"samples is {samples}; expected at least 1")
+    memory = _fresh(depth, width, samples, 1)
+    keys, values = _unit_vectors(2, samples, 1 + max(writes), width)
+    key, value = keys[:, :, :1], values[:, :, :1]
+    step = torch.full((1, 1, 1), theta)
+    rows = []
+    for alpha in alphas:
+        for eta in etas:
+            state, done = memory.start, 0
+            for count in sorted(set(writes)):
+                with torch.no_grad():
+                    k, v = keys[:, :, done : count + 1], values[:, :, done : count + 1]
+                    state, done = memory.write(state, k, v, step, alpha, eta), count + 1
+                    said = memory.network(state.weights, key)
+                    lefts = (said * value).sum(-1).flatten().tolist()
+                    cosines = F.cosine_similarity(said, value, dim=-1).flatten().tolist()
+                means = {"left": fmean(lefts), "cosine": fmean(cosines)}
+                lists = {"lefts": lefts, "cosines": cosines}
+                rows.append({"alpha": alpha, "eta": eta, "writes": count, **means, **lists})
+    return {"rows": rows}
+
+
+@torch.no_grad()
+def surprise_of_facts(
+    model: TitansForCausalLM, task: Recall | None = None, distance: int = 16, sequences: int = 64, seed: int = 0
+) -> dict[str, Any]:
+    """How surprised the memories of a model are by a fact that is new, that they know, and that has changed.
+
+    Every sequence has the pairs of the task, fillers, and then one more pair, in three versions: ``new``, a key and a
+    value that did not occur; ``repeated``, one of the pairs again; ``changed``, the same key with the value of another
+    pair, so that both tokens are known and only their bond is not.
+
+    Args:
+        task: what pairs and fillers are drawn from; None: :class:`titans.tasks.recall.Recall` as it is.
+        distance: fillers before the fact.
+
+    Returns:
+        ``{"rows": [...]}``, one for each layer and version: layer, fact, and the norm of the gradient, all heads
+        together, at the fact's tokens: key and value, means, and keys and values, one a sequence, in the same order in
+        all versions.
+    """
+    task = task or Recall()
+    vocabulary = model.config.vocab_size
+    if vocabulary < task.vocab_size:
+        raise ValueError(f"the model has {vocabulary} tokens; expected at least {task.vocab_size}, those of the task")
+    if not 2 <= task.pairs < min(task.num_keys, task.num_values):
+        raise ValueError(f"the task has {task.pairs} pairs; expected at least 2, and less than keys and than values")
+    if distance < 0 or sequences < 1:
+        raise ValueError(f"distance is {distance} and sequences is {sequences}; expected at least 0 and at least 1")
+    if not any(isinstance(module, NeuralMemory) for module in model.modules()):
+        raise ValueError("the model has no memory (use_memory is False); there is nothing to measure")
+    rng = random.Random(f"facts {seed}")
+    drawn = [draw_facts(rng, task, distance) for _ in range(sequences)]
+    was_training = model.training
+    model.eval()
+    rows = []
+    try:
+        for fact in FACTS:
+            ids = torch.tensor([versions[fact] for versions in drawn], device=model.device)
+            with record_memory(model) as records:
+                model(ids, use_cache=False)
+            for layer, record in enumerate(records):
+                norm = torch.cat([surprise.gradient_norm for surprise in record.surprise], dim=-1)
+                keys, values = norm[..., -2:].float().square().sum(1).sqrt().mT.tolist()
+                means = {"key": fmean(keys), "value": fmean(values)}
+                rows.append({"layer": layer, "fact": fact, **means, "keys": keys, "values": values})
+    finally:
+        model.train(was_training)
+    return {"rows": sorted(rows, key=lambda row: row["layer"])}
+
+
+def draw_facts(rng: random.Random, task: Recall, distance: int) -> dict[str, list[int]]:
+    """A sequence for :func:`surprise_of_facts` in its three versions, which differ in the last two tokens."""
+    pairs = task.draw_pairs(rng, task.pairs, "test")
+    while len(set(pairs.values())) < 2:  # a changed fact needs another value
+        pairs = task.draw_pairs(rng, task.pairs, "test")
+    before = [token for pair in pairs.items() for token in pair] + task.draw_fillers(rng, distance)
+    key, value = rng.choice(list(pairs.items()))
+    other = rng.choice([known for known in pairs.values() if known != value])
+    new_key = rng.choice([key for key in range(task.num_keys) if key not in pairs])
+    unused = [v for v in range(task.num_keys, task.num_keys + task.num_values) if v not in pairs.values()]
+    facts = {"new": [new_key, rng.choice(unused)], "repeated": [key, value], "changed": [key, other]}
+    return {name: before + fact for name, fact in facts.items()}
+
+
+@dataclass(frozen=True)
+class _Memory:
+    """Memories of one head that were never trained, and how they are written: exactly, and bounded."""
+
+    network: MemoryMLP
+    max_norm: float
+    start: MemoryState
+
+    def write(self, state: MemoryState, k: Tensor, v: Tensor, theta: Tensor, alpha: float, eta: float) -> MemoryState:
+        """The state after pairs (seeds, copies, time, width), with steps ``theta * (1 - eta)``, theta (1, copies, 1).
+
+        What is forgotten returns to the start.
+        """
+        shape = k.shape[:3]
+        return neural_memory_exact(
+            k, k, v, (theta * (1 - eta)).expand(shape),
+            k.new_full(shape, alpha) if alpha else None, k.new_full(shape, eta) if eta else None,
+            state, network=self.network, rest=self.start.weights if alpha else None, bounded=True,
+            max_norm=self.max_norm,
+        )[1]  # fmt: skip
+
+    def settle(self, state: MemoryState, eta: float) -> MemoryState:
+        """The state once its momentum has run out, with no further step."""
+        if not eta:
+            return state
+        first = state.weights[0]
+        nothing = first.new_zeros(*first.shape[:2], COAST, first.shape[-1])
+        return self.write(state, nothing, nothing, first.new_zeros(1, 1, 1), 0.0, eta)
+
+
+def _fresh(depth: int, width: int, seeds: int, copies: int) -> _Memory:
+    """Memories with (seeds, copies) starts, where copies are alike."""
+    starts = []
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        for seed in range(seeds):
+            torch.manual_seed(seed)
+            memory = NeuralMemory(width, heads=1, depth=depth, conv_kernel=0)
+            starts.append(memory.init_state(1).weights)
+    weights = [torch.cat(layer).repeat(1, copies, 1, 1) for layer in zip(*starts, strict=True)]
+    return _Memory(memory.network, memory.max_norm, MemoryState.create(weights))
+
+
+def _unit_vectors(sets: int, samples: int, count: int, width: int) -> Tensor:
+    """Random vectors of length 1, (sets, samples, 1, count, width)."""
+    return F.normalize(torch.randn(sets, samples, 1, count, width, generator=torch.Generator().manual_seed(0)), dim=-1)
+
+
+def _require_at_least_one(**lists: Sequence[float]) -> None:
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"{name} is empty; expected at least one number")

@@ -1,0 +1,21 @@
+"""How sure a mean is: intervals by drawing again from what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+RESAMPLES = 2000
+LEVEL = 0.95
+
+
+def bootstrap(values: Sequence[float], seed: int = 0, level: float = LEVEL) -> tuple[float, float]:
+    """The interval in which the mean of ``values`` lies with probability ``level``, by the percentile bootstrap."""
+    if not len(values):
+        raise ValueError("values is empty; expected at least one")
+    data = np.asarray(values, dtype=np.float64)
+    drawn = np.random.default_rng(seed).integers(0, len(data), (RESAMPLES, len(data)))
+    means = data[drawn].mean(axis=1)
+    low, high = np.quantile(means, [(1 - level) / 2, (1 + level) / 2])
+    return float(low), float(high)

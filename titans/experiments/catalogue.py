@@ -1,0 +1,142 @@
+"""The experiments on tasks: what is compared, how it is trained, and what it is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from titans.experiments.runs import Test
+from titans.experiments.tasks import TaskExperiment
+
+SMALL = "1.5m"
+# Learning to recall begins on a plateau, where a rate that falls early would leave a model for good.
+SCHEDULE: dict[str, Any] = {
+    "schedule": "stable", "learning_rate": 4e-3, "min_learning_rate": 0.0, "warmup": 50.0, "weight_decay": 0.0,
+    "log_every": 20, "eval_every": 100, "save_every": 200, "keep": 1, "trackers": [], "memory_stats_every": 0,
+    "micro_batch": 64,
+}  # fmt: skip
+# Two layers of width 64 whose attention sees 16 tokens: two windows do not reach from a question to its pair.
+RECALL: dict[str, Any] = {
+    "hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "num_attention_heads": 4, "segment_size": 16,
+    "window_size": 16, "num_persistent_tokens": 4, "memory_heads": 1, "tie_word_embeddings": False,
+}  # fmt: skip
+LMM: dict[str, Any] = {"name": "lmm", **RECALL}
+# What Table 5 of the paper takes away from the LMM, one part at a time.
+PARTS: dict[str, dict[str, Any]] = {
+    "LMM": {},
+    "linear memory": {"memory_depth": 1},
+    "without convolution": {"memory_conv_kernel": 0},
+    "without momentum": {"memory_momentum": False},
+    "without forgetting": {"memory_forgetting": False},
+    "without persistent memory": {"num_persistent_tokens": 0},
+}
+Make = Callable[[Mapping[str, Any]], TaskExperiment]  # settings of the tasks, such as where their texts are
+
+
+def needle(settings: Mapping[str, Any]) -> TaskExperiment:
+    """S-NIAH on models of 1.5M parameters."""
+    tasks = ("needle-noise", "needle-essay")
+    names = ("mac", "lmm", "mag", "mal", "gated-deltanet", "sliding-window")
+    train = {
+        **SCHEDULE, "data": f"task:{','.join(tasks)}", "task": dict(settings), "tokenizer": "bytes", "length": 1024,
+        "shortest": 512, "batch_tokens": 4096, "steps": 800, "eval_tokens": 65536, "final_eval_tokens": 131072,
+    }  # fmt: skip
+    return TaskExperiment(
+        "needle",
+        "Needle in a haystack",
+        "A number is hidden in a text and asked for at its end (S-NIAH-PK: repeated noise; S-NIAH-N: essays). Models "
+        "are trained on sequences of at most 1,024 tokens and tested on up to 16,384.",
+        {name: {"name": name, "size": SMALL} for name in names},
+        train,
+        [Test(tasks, dict(settings), samples=10)],
+    )
+
+
+def babilong(settings: Mapping[str, Any]) -> TaskExperiment:
+    """One bAbI task in books, on models of 1.5M parameters."""
+    names = ("mac", "gated-deltanet", "sliding-window")
+    task = settings.get("task", "qa1")
+    train = {
+        **SCHEDULE, "data": "task:babilong", "task": dict(settings), "tokenizer": "bytes", "length": 1024,
+        "shortest": 512, "batch_tokens": 4096, "steps": 800, "eval_tokens": 65536, "final_eval_tokens": 131072,
+    }  # fmt: skip
+    return TaskExperiment(
+        f"babilong-{task}",
+        f"BABILong {task}",
+        "Facts of a bAbI story stand far apart in the text of books, and a question about them at the end. Models are "
+        "trained on sequences of at most 1,024 tokens and tested on up to 65,536.",
+        {name: {"name": name, "size": SMALL} for name in names},
+        train,
+        [Test(("babilong",), dict(settings), samples=50)],
+    )
+
+
+def tracking(task: str) -> Make:
+    """A word problem: the state after every token, on sequences longer than those of the training."""
+
+    def make(settings: Mapping[str, Any]) -> TaskExperiment:
+        chunked = {"memory_mode": "chunked"}
+        rows = {
+            "LMM": LMM,
+            "LMM, linear": LMM | {"memory_depth": 1},
+            "LMM, chunk 4": LMM | chunked | {"memory_chunk_size": 4},
+            "LMM, chunk 16": LMM | chunked | {"memory_chunk_size": 16},
+            "gated-deltanet": RECALL | {"name": "gated-deltanet"},
+            "sliding-window": RECALL | {"name": "sliding-window", "window_size": 64},
+        }
+        train = {**SCHEDULE, "data": f"task:{task}", "task": dict(settings), "length": 32, "batch_tokens": 2048,
+                 "steps": 1000, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
+        return TaskExperiment(
+            f"tracking-{task}",
+            f"State tracking: {task}",
+            "A model says the state after every token. It is trained on sequences of at most 32 tokens and tested on "
+            "longer ones. Inside a chunk the chunked rule takes all gradients at one place, so that only a memory "
+            "with chunk 1 is non-linear from token to token.",
+            rows,
+            train,
+            [Test((task,), dict(settings), samples=100)],
+        )
+
+    return make
+
+
+def reassigned(settings: Mapping[str, Any]) -> TaskExperiment:
+    """Keys that get another value: what forgetting is for."""
+    rows = {label: LMM | part for label, part in PARTS.items()}
+    rows |= {name: RECALL | {"name": name} for name in ("gated-deltanet", "deltanet", "linear-attention")}
+    train = {**SCHEDULE, "data": "task:reassigned", "task": dict(settings), "length": 128, "batch_tokens": 2048,
+             "steps": 1000, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+    return TaskExperiment(
+        "reassigned",
+        "Recall of keys that were rewritten",
+        "Keys get a value, some of them another one later, and each is asked for at the end: the latest counts.",
+        rows,
+        train,
+        [Test(("reassigned",), dict(settings), samples=200)],
+    )
+
+
+def recall(settings: Mapping[str, Any]) -> TaskExperiment:
+    """Recall at up to 16 times the training length: each model, each part left out, and what must not recall."""
+    rows = {label: LMM | part for label, part in PARTS.items()}
+    rows |= {name.upper(): RECALL | {"name": name} for name in ("mac", "mag", "mal")}
+    rows |= {"memory off": LMM | {"memory_writes": False}, "sliding-window": RECALL | {"name": "sliding-window"}}
+    train = {**SCHEDULE, "data": "task:recall", "task": dict(settings), "length": 64, "batch_tokens": 2048,
+             "steps": 800, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
+    return TaskExperiment(
+        "recall",
+        "Associative recall, part by part",
+        "Eight pairs at the start, asked for at the end. Trained at 64 tokens, tested on up to 1,024.",
+        rows,
+        train,
+        [Test(("recall",), dict(settings), samples=64)],
+    )
+
+
+EXPERIMENTS: dict[str, Make] = {
+    "needle": needle,
+    "babilong": babilong,
+    "recall": recall,
+    "reassigned": reassigned,
+    **{f"tracking-{task}": tracking(task) for task in ("parity", "modular-addition", "s3", "s5")},
+}

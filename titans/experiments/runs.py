@@ -1,0 +1,143 @@
+"""Many runs of one experiment: a process each, some side by side, and nothing done twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from titans.files import write_atomically
+from titans.training.config import RESULT, RUN, TrainConfig
+from titans.training.run import open_data
+
+POLL = 0.2  # seconds between two looks at what is running
+Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is running
+
+
+@dataclass(frozen=True)
+class Test:
+    """Tasks that a trained model is given.
+
+    Attributes:
+        tasks, settings, samples, seed, control, fields: as in :class:`titans.evaluation.evaluate.Evaluation`.
+    """
+
+    tasks: tuple[str, ...]
+    settings: dict[str, Any]
+    samples: int = 50
+    seed: int = 0
+    control: str | None = None
+    fields: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model to train, and what it is tested with afterwards."""
+
+    config: TrainConfig
+    tests: tuple[Test, ...] = ()
+
+    @property
+    def folder(self) -> Path:
+        """Of the run."""
+        return Path(self.config.output)
+
+    @property
+    def name(self) -> str:
+        """Of the run, and of its files beside it."""
+        return self.folder.name
+
+    def beside(self, ending: str) -> Path:
+        """A file next to the run's folder."""
+        return self.folder.parent / f"{self.name}.{ending}"
+
+    def is_trained(self) -> bool:
+        """Whether there is nothing left to train."""
+        return (self.folder / RESULT).is_file()
+
+    def is_done(self) -> bool:
+        """Whether there is nothing left to train or to test."""
+        done = self.beside("done")
+        return self.is_trained() and (not self.tests or (done.is_file() and done.read_text() == self._tests()))
+
+    def _tests(self) -> str:
+        return json.dumps([asdict(test) for test in self.tests], sort_keys=True)
+
+    def run(self) -> None:
+        """Trains what is left to train, then tests; a run that was interrupted goes on."""
+        from titans.evaluation.evaluate import Evaluation, evaluate
+        from titans.training.run import train
+
+        if not self.is_trained():
+            train(self.config, resume=(self.folder / RUN).is_file())
+        for test in self.tests:
+            values = {name: value for name, value in asdict(test).items() if value is not None}
+            evaluate(Evaluation(model=str(self.folder), out=self.folder, **values | {"tasks": test.tasks}))
+        if self.tests:
+            write_atomically(self.beside("done"), self._tests().encode())
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Raises a ``ValueError`` if there is a run of the same name that was made of something else."""
+    for job in jobs:
+        if (job.folder / RUN).is_file():
+            difference = job.config.other_than(job.folder, open_data(job.config).fingerprint)
+            if difference is not None:
+                raise ValueError(f"{difference}; expected another --out")
+
+
+def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress | None = None) -> None:
+    """Runs what is not done yet, ``at_a_time`` side by side, one thread each; a ``ValueError`` if one fails."""
+    if at_a_time < 1:
+        raise ValueError(f"at_a_time is {at_a_time}; expected at least 1")
+    waiting = [job for job in jobs if not job.is_done()]
+    running: dict[str, tuple[Job, subprocess.Popen[bytes]]] = {}
+    done = len(jobs) - len(waiting)
+    try:
+        while waiting or running:
+            while waiting and len(running) < at_a_time:
+                job = waiting.pop(0)
+                running[job.name] = job, _start(job)
+            for name, (job, process) in list(running.items()):
+                if process.poll() is None:
+                    continue
+                del running[name]
+                done += 1
+                if process.returncode or not job.is_done():
+                    words = job.beside("log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+                    why = words[-1] if words else "no words"
+                    raise ValueError(f"the run {name} failed, see {job.beside('log')}: {why}")
+            if progress is not None:
+                progress(done, len(jobs), ", ".join(running))
+            time.sleep(POLL)
+    finally:
+        for _, process in running.values():
+            process.kill()
+
+
+def _start(job: Job) -> subprocess.Popen[bytes]:
+    file = job.beside("yaml")
+    about = {"train": job.config.to_dict(), "tests": json.loads(job._tests())}
+    write_atomically(file, yaml.safe_dump(about, sort_keys=False).encode())
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", f"from {__name__} import main; main()", str(file)]
+    with job.beside("log").open("wb") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+
+
+def main() -> None:
+    """What such a process does: the job of a file."""
+    import torch
+
+    torch.set_num_threads(1)
+    about = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    tests = (Test(**test | {"tasks": tuple(test["tasks"])}) for test in about["tests"])
+    Job(TrainConfig(**about["train"]), tuple(tests)).run()

@@ -1,0 +1,142 @@
+"""Models that are trained on tasks and tested far beyond: one declaration an experiment, one way to run them all."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from titans.evaluation.evaluate import EVAL
+from titans.evaluation.report import Section, Table, result_tables, summarise, write_report
+from titans.experiments.runs import Job, Progress, Test, check_jobs, run_jobs
+from titans.files import write_atomically
+from titans.training.config import RESULT, TrainConfig
+
+QUICK_STEPS = 4
+
+
+@dataclass(frozen=True)
+class TaskExperiment:
+    """What is trained on what, and tested with what.
+
+    Attributes:
+        name: of the experiment and its files.
+        title: for a person.
+        about: what is asked, a few sentences.
+        rows: models by their label: fields of ``TrainConfig.model``.
+        train: fields of :class:`titans.training.config.TrainConfig`, the same for all models.
+        tests: what each trained model is given.
+        own: labels whose training differs: more fields of the same.
+        seeds: one run of every model for each.
+    """
+
+    name: str
+    title: str
+    about: str
+    rows: Mapping[str, Mapping[str, Any]]
+    train: Mapping[str, Any]
+    tests: Sequence[Test]
+    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    seeds: tuple[int, ...] = (0, 1, 2)
+
+    def __post_init__(self) -> None:
+        if not self.rows or not self.seeds:
+            raise ValueError("there is nothing to run; expected at least one model and one seed")
+
+    def only(self, labels: Sequence[str]) -> TaskExperiment:
+        """The same with some of the models."""
+        for label in labels:
+            if label not in self.rows:
+                raise ValueError(f"models has {label!r}; expected some of {', '.join(self.rows)}")
+        return replace(self, rows={label: self.rows[label] for label in labels}) if labels else self
+
+    def quick(self) -> TaskExperiment:
+        """A few steps and sequences: shows that it works, not that it learns."""
+        train = {**self.train, "steps": QUICK_STEPS, "warmup": 1, "eval_tokens": 1, "final_eval_tokens": 1}
+        tests = [replace(test, samples=2) for test in self.tests]
+        return replace(self, train=train, tests=tests, seeds=self.seeds[:1])
+
+    def jobs(self, out: Path) -> list[Job]:
+        """All runs, a seed of every model before the next seed."""
+        made = []
+        for seed in self.seeds:
+            for label, model in self.rows.items():
+                name = "".join(c if c.isalnum() or c in "-+." else "-" for c in label)
+                fields = {**self.train, **self.own.get(label, {})}
+                config = TrainConfig(
+                    model=dict(model), output=str(out / "runs" / f"{name}-{seed}"), seed=seed, **fields
+                )
+                made.append(Job(config, tuple(self.tests)))
+        return made
+
+
+def run_tasks(
+    experiment: TaskExperiment, out: Path, at_a_time: int = 2, progress: Progress | None = None, command: str = ""
+) -> dict[str, Any]:
+    """Trains and tests what is not done yet; writes NAME.json, NAME.md, the page and its pictures into ``out``.
+
+    Runs that were interrupted go on; those that are complete, and were made with the same settings, are kept. A
+    ``ValueError`` says what is wrong before anything is trained.
+    """
+    jobs = experiment.jobs(out)
+    check_jobs(jobs)
+    run_jobs(jobs, at_a_time, progress)
+    labels = [label for _ in experiment.seeds for label in experiment.rows]
+    results = [_read(job, label) for job, label in zip(jobs, labels, strict=True)]
+    report = {
+        "name": experiment.name,
+        "title": experiment.title,
+        "about": experiment.about,
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "seeds": list(experiment.seeds),
+        "train": dict(experiment.train),
+        "results": results,
+    }
+    training = _training_table(results)
+    write_atomically(out / f"{experiment.name}.json", json.dumps(report, indent=1, allow_nan=False).encode())
+    write_atomically(out / f"{experiment.name}.md", markdown(report, training).encode())
+    section = Section("How the models were trained", [experiment.about], [training])
+    write_report(results, out, experiment.title, [section])
+    return report
+
+
+def _read(job: Job, label: str) -> dict[str, Any]:
+    """The results of a run, under the label of its model."""
+    result: dict[str, Any] = json.loads((job.folder / EVAL).read_text(encoding="utf-8"))
+    result["model"]["name"] = label
+    result["training"] = json.loads((job.folder / RESULT).read_text(encoding="utf-8"))
+    return result
+
+
+def _training_table(results: Sequence[dict[str, Any]]) -> Table:
+    rows = []
+    for label in dict.fromkeys(result["model"]["name"] for result in results):
+        mine = [result["training"] for result in results if result["model"]["name"] == label]
+        minutes = sum(run["cpu_seconds"] for run in mine) / len(mine) / 60
+        accuracy = ", ".join(f"{run['eval_accuracy']:.3f}" for run in mine)
+        loss = ", ".join(f"{run['eval_loss']:.3f}" for run in mine)
+        figures = [f"{int(mine[0]['parameters']):,}", f"{int(mine[0]['tokens']):,}", f"{minutes:.1f}"]
+        rows.append([label, *figures, accuracy, loss])
+    header = ["model", "parameters", "training tokens", "CPU minutes", "validation accuracy, each seed", "loss"]
+    return Table(header, rows, "Validation at the training length, by tokens of the answers.")
+
+
+def markdown(report: dict[str, Any], training: Table) -> str:
+    """The tables, with what they were made of."""
+    seeds = ", ".join(map(str, report["seeds"]))
+    parts = [f"# {report['title']}", report["about"], f"`{report['command']}`, {report['date']}, seeds {seeds}."]
+    parts += [*summarise(report["results"]), as_markdown(training)]
+    for title, table in result_tables(report["results"]):
+        parts += [f"## {title}", as_markdown(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def as_markdown(table: Table) -> str:
+    """A table of the page as one of Markdown."""
+    lines = [table.header, ["---"] * len(table.header), *table.rows]
+    drawn = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
+    return "\n".join([*drawn, *(["", table.caption] if table.caption else [])])

@@ -1,0 +1,119 @@
+"""What a task is: sequences that ask something, drawn by number, and the tokens that would be right."""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+IGNORED = -100  # a label that nothing is wanted at
+SPLITS = ("train", "validation", "test")
+Group = Mapping[str, Any]  # what the sequences of a cell of a table have in common: {"length": 4096, "depth": 0.5}
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What should follow a part of a sequence.
+
+    Attributes:
+        place: how many tokens are read before the first one of the answer is asked for.
+        wanted: the tokens of the answer; those before each one are read as they should be.
+    """
+
+    place: int
+    wanted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One sequence and what it asks.
+
+    A greedy model says exactly an answer if and only if each of its tokens is the likeliest after those before it, so
+    an answer is judged without generating.
+
+    Attributes:
+        tokens: the sequence, answers included.
+        answers: what is judged.
+        boundary: how many tokens stand before the question: where a control cuts or swaps the memory.
+    """
+
+    tokens: Sequence[int]
+    answers: Sequence[Answer]
+    boundary: int = 0
+
+    def labels(self) -> list[int]:
+        """The token wanted after each one of the sequence; ``IGNORED`` where nothing is asked."""
+        labels = [IGNORED] * len(self.tokens)
+        for answer in self.answers:
+            labels[answer.place - 1 : answer.place - 1 + len(answer.wanted)] = answer.wanted
+        return labels
+
+
+class Task(ABC):
+    """Something a model is asked, as a frozen dataclass whose fields are the task's settings.
+
+    A task draws its sequences from a random source that it is given, so that split, seed and number decide each.
+
+    Attributes:
+        name: as the command line knows it.
+        title: for a person, a few words.
+        source: where it is defined: a paper, with what was changed.
+        axes: the keys of its groups; the first is the x axis of a plot, two make a heat map.
+    """
+
+    name: ClassVar[str]
+    title: ClassVar[str]
+    source: ClassVar[str]
+    axes: ClassVar[tuple[str, ...]]
+    metric: ClassVar[str] = "accuracy"
+
+    @property
+    def vocab_size(self) -> int | None:
+        """How many tokens a task of plain tokens has; None: it is text, for any tokenizer."""
+        return None
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """The share of answers that a guess gets right."""
+
+    @abstractmethod
+    def groups(self) -> list[dict[str, Any]]:
+        """The cells of its table, in order."""
+
+    @abstractmethod
+    def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
+        """A sequence of a group; a ``ValueError`` says why there is none."""
+
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """What a training sequence of at most ``length`` tokens is about."""
+        return {"length": length}
+
+    def count(self, group: Group) -> int | None:
+        """How many sequences of a group there are; None: as many as one asks for."""
+        return None
+
+    def take(self, number: int, group: Group, tokenizer: Any) -> Example:
+        """A sequence by its number, where there are so many and no more."""
+        raise NotImplementedError
+
+    def settings(self) -> dict[str, Any]:
+        """The fields, for a report."""
+        return asdict(self)  # type: ignore[call-overload]
+
+
+def example(task: Task, split: str, seed: int, number: int, group: Group | int, tokenizer: Any = None) -> Example:
+    """The sequence of a task that split, seed and number decide; no two splits share a stream.
+
+    Args:
+        group: of the sequence; a number: a training sequence of at most so many tokens.
+    """
+    if split not in SPLITS:
+        raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
+    rng = random.Random(f"{task.name} {split} {seed} {number} {group}")
+    chosen = task.training_group(rng, group) if isinstance(group, int) else group
+    if task.count(chosen) is not None:
+        return task.take(number, chosen, tokenizer)
+    return task.draw(rng, chosen, split, tokenizer)
