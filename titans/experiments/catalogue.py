@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from titans.evaluation.score import CONTROLS
 from titans.experiments.runs import Test
 from titans.experiments.tasks import TaskExperiment
 
@@ -30,6 +31,8 @@ PARTS: dict[str, dict[str, Any]] = {
     "without forgetting": {"memory_forgetting": False},
     "without persistent memory": {"num_persistent_tokens": 0},
 }
+# What a memory that was trained token by token is tested with as well.
+CHUNKS = [{"memory_mode": "chunked", "memory_chunk_size": size} for size in (4, 16, 64)]
 Make = Callable[[Mapping[str, Any]], TaskExperiment]  # settings of the tasks, such as where their texts are
 
 
@@ -130,6 +133,10 @@ def recall(settings: Mapping[str, Any]) -> TaskExperiment:
         rows,
         train,
         [Test(("recall",), dict(settings), samples=64)],
+        [
+            *(Test(("recall",), {"lengths": [64, 1024], **settings}, samples=64, control=name) for name in CONTROLS),
+            *(Test(("recall",), {"lengths": [64, 1024], **settings}, samples=64, fields=chunks) for chunks in CHUNKS),
+        ],
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titans.experiments.runs import Job, Progress, check_jobs, run_jobs
+from titans.experiments.runs import Job, Progress, Test, check_jobs, run_folder, run_jobs
 from titans.files import write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
@@ -36,13 +36,15 @@ class LMExperiment:
     Attributes:
         data: a prepared folder with a validation split.
         out: folder of the experiment.
-        models: names of :data:`titans.models.baselines.NAMES`.
+        models: names of :data:`titans.models.baselines.NAMES`, or labels of ``rows``.
+        rows: models that are not known by their name alone: for a label, fields of ``TrainConfig.model``.
         size: name of :data:`titans.models.baselines.SIZES`: all models get its number of parameters.
         seeds: one run of every model for each.
         tokens: of a run.
         length, batch_tokens, learning_rate, warmup, weight_decay: as in a training config, the same for all models.
         rates: learning rates of models that need another.
         fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
+        tests: what each trained model is given.
         evaluations: validations along a run.
         at_a_time: runs side by side, one thread each.
         quick: a few steps only.
@@ -51,6 +53,7 @@ class LMExperiment:
     data: str
     out: str
     models: tuple[str, ...] = MODELS
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
     size: str = "1.5m"
     seeds: tuple[int, ...] = (0, 1, 2)
     tokens: int = 1_500_000
@@ -61,13 +64,14 @@ class LMExperiment:
     weight_decay: float = 0.1
     rates: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
+    tests: tuple[Test, ...] = ()
     evaluations: int = 8
     at_a_time: int = 2
     quick: bool = False
 
     def __post_init__(self) -> None:
         for name in self.models:
-            if name not in NAMES:
+            if name not in NAMES and name not in self.rows:
                 raise ValueError(f"models has {name!r}: {nearest(name, NAMES)}")
         if self.size not in SIZES:
             raise ValueError(f"size is {self.size!r}: {nearest(self.size, SIZES)}")
@@ -78,14 +82,15 @@ class LMExperiment:
         """The training run of a model and a seed."""
         steps = QUICK_STEPS if self.quick else max(1, self.tokens // self.batch_tokens)
         every = max(1, steps // max(1, self.evaluations))
+        described = {"name": model, "size": self.size} | self.rows.get(model, {})
         own = f"{model}."
         settings = {name.removeprefix(own): value for name, value in self.fields.items() if name.startswith(own)}
-        if model in VARIANTS:  # a preset's rule is its own
+        if described["name"] in VARIANTS:  # a preset's rule is its own
             settings = {name: value for name, value in self.fields.items() if "." not in name} | settings
         return TrainConfig(
-            model={"name": model, "size": self.size, **settings},
+            model=settings | described,
             data=self.data,
-            output=str(Path(self.out) / "runs" / f"{model}-{seed}"),
+            output=str(run_folder(Path(self.out), model, seed)),
             length=self.length,
             batch_tokens=self.batch_tokens,
             micro_batch=self.batch_tokens // self.length,
@@ -116,7 +121,7 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
         raise ValueError(f"{experiment.data} has no validation split; expected one: titans prepare --validation")
     runs = [(model, seed) for seed in experiment.seeds for model in experiment.models]
     configs = {run: experiment.config(*run) for run in runs}
-    jobs = [Job(config) for config in configs.values()]
+    jobs = [Job(config, experiment.tests) for config in configs.values()]
     check_jobs(jobs)
     out = Path(experiment.out)
     run_jobs(jobs, experiment.at_a_time, progress)

@@ -85,6 +85,12 @@ class Job:
             write_atomically(self.beside("done"), self._tests().encode())
 
 
+def run_folder(out: Path, label: str, seed: int) -> Path:
+    """Where the run of a model and a seed stands in the folder of an experiment."""
+    name = "".join(c if c.isalnum() or c in "-+." else "-" for c in label)
+    return out / "runs" / f"{name}-{seed}"
+
+
 def check_jobs(jobs: Sequence[Job]) -> None:
     """Raises a ``ValueError`` if there is a run of the same name that was made of something else."""
     for job in jobs:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from titans.evaluation.evaluate import EVAL
 from titans.evaluation.report import Section, Table, result_tables, summarise, write_report
-from titans.experiments.runs import Job, Progress, Test, check_jobs, run_jobs
+from titans.experiments.runs import Job, Progress, Test, check_jobs, run_folder, run_jobs
 from titans.files import write_atomically
+from titans.models.configuration import VARIANTS
 from titans.training.config import RESULT, TrainConfig
 
 QUICK_STEPS = 4
@@ -29,7 +30,7 @@ class TaskExperiment:
         rows: models by their label: fields of ``TrainConfig.model``.
         train: fields of :class:`titans.training.config.TrainConfig`, the same for all models.
         tests: what each trained model is given.
-        own: labels whose training differs: more fields of the same.
+        controls: what those of our models that write into a memory are given besides.
         seeds: one run of every model for each.
     """
 
@@ -39,7 +40,7 @@ class TaskExperiment:
     rows: Mapping[str, Mapping[str, Any]]
     train: Mapping[str, Any]
     tests: Sequence[Test]
-    own: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    controls: Sequence[Test] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
 
     def __post_init__(self) -> None:
@@ -56,20 +57,18 @@ class TaskExperiment:
     def quick(self) -> TaskExperiment:
         """A few steps and sequences: shows that it works, not that it learns."""
         train = {**self.train, "steps": QUICK_STEPS, "warmup": 1, "eval_tokens": 1, "final_eval_tokens": 1}
-        tests = [replace(test, samples=2) for test in self.tests]
-        return replace(self, train=train, tests=tests, seeds=self.seeds[:1])
+        tests, controls = ([replace(test, samples=2) for test in each] for each in (self.tests, self.controls))
+        return replace(self, train=train, tests=tests, controls=controls, seeds=self.seeds[:1])
 
     def jobs(self, out: Path) -> list[Job]:
         """All runs, a seed of every model before the next seed."""
         made = []
         for seed in self.seeds:
             for label, model in self.rows.items():
-                name = "".join(c if c.isalnum() or c in "-+." else "-" for c in label)
-                fields = {**self.train, **self.own.get(label, {})}
-                config = TrainConfig(
-                    model=dict(model), output=str(out / "runs" / f"{name}-{seed}"), seed=seed, **fields
-                )
-                made.append(Job(config, tuple(self.tests)))
+                folder = run_folder(out, label, seed)
+                config = TrainConfig(model=dict(model), output=str(folder), seed=seed, **self.train)
+                tampered = self.controls if model["name"] in VARIANTS and model.get("memory_writes", True) else ()
+                made.append(Job(config, (*self.tests, *tampered)))
         return made
 
 

@@ -1,0 +1,270 @@
+"""A needle in a haystack: one sentence with a value, somewhere in a long text, that a question at the end asks for."""
+
+from __future__ import annotations
+
+import random
+import uuid
+from abc import abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from titans.tasks.background import Sentences, Writer, split_of, text_files, writer_for
+from titans.tasks.base import Answer, Example, Group, Task
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+INSTRUCTION = (
+    "A special magic {kind} is hidden within the following text. Make sure to memorize it. "
+    "I will quiz you about the {kind} afterwards."
+)
+NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
+QUESTION = (
+    "\nWhat is the special magic {kind} for {key} mentioned in the provided text? "
+    "The special magic {kind} for {key} mentioned in the provided text is"
+)
+FEWEST_DIGITS = 2  # so that every split has some
+TRIES = 1000  # draws of a value for a split that is not in the haystack
+
+# fmt: off
+ADJECTIVES = (
+    "amber", "ancient", "bitter", "blue", "bold", "brave", "bright", "brisk", "broad", "bronze", "calm", "careful",
+    "cheerful", "clean", "clear", "clever", "cold", "cosy", "crisp", "curious", "curly", "daring", "dark", "deep",
+    "distant", "dusty", "eager", "early", "earnest", "elegant", "faint", "fair", "famous", "fast", "fierce", "fine",
+    "foggy", "fond", "fresh", "frosty", "gentle", "giant", "glad", "golden", "grand", "grave", "green", "grey", "happy",
+    "hasty", "heavy", "hidden", "hollow", "honest", "humble", "icy", "idle", "jolly", "keen", "kind", "large", "late",
+    "lazy", "light", "little", "lively", "lonely", "loud", "lucky", "mellow", "merry", "mighty", "mild", "misty",
+    "modest", "narrow", "neat", "noble", "odd", "orange", "pale", "patient", "plain", "polite", "proud", "purple",
+    "quaint", "quick", "quiet", "rapid", "rare", "red", "rough", "round", "royal", "rusty", "sharp", "shiny", "shy",
+    "silent",
+)
+NOUNS = (
+    "acorn", "anchor", "apple", "arrow", "badger", "barrel", "basket", "beacon", "beetle", "bell", "blanket", "boat",
+    "bottle", "bridge", "broom", "bucket", "button", "candle", "canyon", "carpet", "castle", "cedar", "chair", "cherry",
+    "cloud", "coin", "comet", "compass", "copper", "coral", "cradle", "crane", "cricket", "crown", "daisy", "desert",
+    "donkey", "door", "dragon", "drum", "eagle", "ember", "engine", "falcon", "feather", "fern", "fiddle", "flame",
+    "flute", "forest", "fountain", "gate", "glacier", "glove", "goat", "hammer", "harbour", "hat", "hazel", "helmet",
+    "hill", "honey", "island", "jacket", "kettle", "key", "ladder", "lantern", "leaf", "lemon", "lizard", "magnet",
+    "maple", "marble", "meadow", "mirror", "moon", "mountain", "needle", "nest", "oak", "ocean", "otter", "owl",
+    "paddle", "parrot", "pebble", "pencil", "pepper", "piano", "pillow", "planet", "pond", "puzzle", "rabbit", "raven",
+    "river", "robin", "saddle", "sail",
+)
+# fmt: on
+
+
+@dataclass(frozen=True)
+class Needle(Task):
+    """What the three have in common.
+
+    The haystack is as long as makes the sequence exactly its length, so its last sentence may be cut. Train, validation
+    and test have different values, and none of them occurs in the haystack.
+
+    Attributes:
+        lengths: of the sequences, in tokens.
+        depths: shares of the haystack that stand before the needle.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("length", "depth")
+    glue: ClassVar[str] = " "  # what stands before a sentence of the haystack
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 1:
+            raise ValueError(f"lengths is {self.lengths}; expected one or more numbers of tokens")
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths is {self.depths}; expected one or more numbers from 0 to 1")
+
+    @property
+    def kind(self) -> str:
+        """What a value is called: number, word or uuid."""
+        return "number"
+
+    @abstractmethod
+    def any_value(self, rng: random.Random) -> str:
+        """A value, of whichever split."""
+
+    @abstractmethod
+    def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
+        """The text, and whether it may be repeated."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Each length with each depth."""
+        return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
+
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """That length, at any depth."""
+        return {"length": length, "depth": rng.random()}
+
+    def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
+        """A sequence of ``group["length"]`` tokens whose needle begins after ``group["depth"]`` of the haystack."""
+        length, depth = group["length"], group["depth"]
+        writer = writer_for(tokenizer)
+        haystack, repeat = self.read_haystack(writer)
+        value = self._value(rng, split, haystack.codes)
+        words = {"kind": self.kind, "key": _key(rng, value), "value": value}
+        line = "" if self.glue == "\n" else "\n"  # the haystack begins on a line of its own
+        start = writer.begin(INSTRUCTION.format(**words) + line)
+        needle = writer.write(self.glue + NEEDLE.format(**words))
+        question, answer = writer.ask(QUESTION.format(**words), f" {value}")
+        least = len(start) + len(needle) + len(question) + len(answer) + 1
+        if length < least:
+            raise ValueError(f"length is {length}; expected at least {least}")
+        hay, places = haystack.take(rng, length - least + 1, repeat, "haystack")
+        place = int(places[np.abs(places - depth * len(hay)).argmin()])
+        context = [*start, *hay[:place].tolist(), *needle, *hay[place:].tolist()]
+        asked = Answer(length - len(answer), tuple(answer))
+        return Example(context + question + answer, (asked,), boundary=len(context))
+
+    def _value(self, rng: random.Random, split: str, codes: str) -> str:
+        for _ in range(TRIES):
+            value = self.any_value(rng)
+            if split_of(value) == split and value not in codes:
+                return value
+        raise ValueError(f"the haystack has every {self.kind} of {split}; expected one that is only in the needle")
+
+
+@dataclass(frozen=True)
+class NeedleNoise(Needle):
+    """A number in one line that is repeated.
+
+    Attributes:
+        digits: of the number.
+    """
+
+    name: ClassVar[str] = "needle-noise"
+    title: ClassVar[str] = "Number in repeated noise (S-NIAH-PK)"
+    source: ClassVar[str] = (
+        "RULER (arXiv 2404.06654), niah_single_1, with keys of our own words and at depths of choice"
+    )
+    glue: ClassVar[str] = "\n"
+    digits: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_digits(self.digits)
+
+    @property
+    def chance(self) -> float:
+        """One of the numbers with so many digits."""
+        return _share_of_numbers(self.digits)
+
+    def any_value(self, rng: random.Random) -> str:
+        """A number."""
+        return _number(rng, self.digits)
+
+    def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
+        """The line, again and again."""
+        return Sentences.join([writer.write(self.glue + NOISE)]), True
+
+
+@dataclass(frozen=True)
+class _InEssays(Needle):
+    """A value in essays.
+
+    Attributes:
+        haystack: a file, or a folder whose .txt files are read in the order of their names; None: a text of our own,
+            repeated. It begins at a sentence drawn at random.
+        repeat: begin again where the text ends; if not, there must be enough for the length.
+    """
+
+    haystack: str | None = None
+    repeat: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.haystack is not None:
+            text_files(self.haystack)
+
+    def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
+        """The essays."""
+        return writer.read(self.haystack), self.repeat or self.haystack is None
+
+
+@dataclass(frozen=True)
+class NeedleEssay(_InEssays):
+    """A number in essays.
+
+    Attributes:
+        digits: of the number.
+    """
+
+    name: ClassVar[str] = "needle-essay"
+    title: ClassVar[str] = "Number in essays (S-NIAH-N)"
+    source: ClassVar[str] = (
+        "RULER (arXiv 2404.06654), niah_single_2, with keys of our own words and at depths of choice"
+    )
+    digits: int = 7
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_digits(self.digits)
+
+    @property
+    def chance(self) -> float:
+        """One of the numbers with so many digits."""
+        return _share_of_numbers(self.digits)
+
+    def any_value(self, rng: random.Random) -> str:
+        """A number."""
+        return _number(rng, self.digits)
+
+
+@dataclass(frozen=True)
+class NeedleWord(_InEssays):
+    """A uuid, or a word, in essays.
+
+    Attributes:
+        value: uuid, or word: an adjective and a noun with a hyphen.
+    """
+
+    name: ClassVar[str] = "needle-word"
+    title: ClassVar[str] = "Uuid or word in essays (S-NIAH-W)"
+    source: ClassVar[str] = (
+        "RULER (arXiv 2404.06654), niah_single_3, with keys of our own words and at depths of choice"
+    )
+    value: str = "uuid"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value not in ("uuid", "word"):
+            raise ValueError(f"value is {self.value!r}; expected uuid or word")
+
+    @property
+    def kind(self) -> str:
+        """Uuid or word."""
+        return self.value
+
+    @property
+    def chance(self) -> float:
+        """One of the uuids of version 4, or one of the words."""
+        return 2.0**-122 if self.value == "uuid" else 1 / (len(ADJECTIVES) * len(NOUNS))
+
+    def any_value(self, rng: random.Random) -> str:
+        """A uuid or a word."""
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4)) if self.value == "uuid" else _word(rng)
+
+
+def _check_digits(digits: int) -> None:
+    if digits < FEWEST_DIGITS:
+        raise ValueError(f"digits is {digits}; expected at least {FEWEST_DIGITS}")
+
+
+def _number(rng: random.Random, digits: int) -> str:
+    return str(rng.randrange(10 ** (digits - 1), 10**digits))
+
+
+def _share_of_numbers(digits: int) -> float:
+    return 1 / (9 * 10 ** (digits - 1))  # the first digit is not 0
+
+
+def _word(rng: random.Random) -> str:
+    return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+def _key(rng: random.Random, value: str) -> str:
+    """A word that does not have the value in it."""
+    key = _word(rng)
+    while value in key:
+        key = _word(rng)
+    return key
