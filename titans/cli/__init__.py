@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli import bench, demo, experiment, generate, inspect, prepare, tokenizer, train
+from titans.cli import bench, demo, eval, experiment, generate, inspect, prepare, report, tokenizer, train
 
 app = typer.Typer(
     name="titans",
@@ -19,9 +19,11 @@ app = typer.Typer(
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
 app.command("demo")(demo.demo)
+app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("prepare")(prepare.prepare)
+app.command("report")(report.report)
 app.command("tokenizer")(tokenizer.tokenizer)
 app.command("train", context_settings=train.FLAGS)(train.train)
 

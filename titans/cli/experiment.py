@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
+
+from titans.cli.common import bar, names, numbers, pairs
+from titans.experiments import ON_TASKS
 
 app = typer.Typer(help="Run an experiment of the paper: several models, several seeds, one report.")
 
@@ -14,19 +20,6 @@ app = typer.Typer(help="Run an experiment of the paper: several models, several 
 def _experiment(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
-
-
-def _pairs(items: list[str], option: str) -> dict[str, Any]:
-    """NAME=VALUE, value as in YAML."""
-    import yaml
-
-    pairs = {}
-    for item in items:
-        name, given, text = item.partition("=")
-        if not given or not name:
-            raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{item}'.")
-        pairs[name] = yaml.safe_load(text)
-    return pairs
 
 
 @app.command("lm")
@@ -46,39 +39,105 @@ def lm(
     quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
 ) -> None:
     """Train our models and their baselines at equal parameters on equal tokens, and compare their validation loss."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
     from titans.experiments.lm import MODELS, LMExperiment, markdown, run_experiment
 
-    try:
-        numbers = tuple(int(seed) for seed in seeds.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"--seeds takes whole numbers with commas between them, got '{seeds}'.") from None
-    screen = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         experiment = LMExperiment(
             data=str(data),
             out=str(out),
-            models=tuple(name.strip() for name in models.split(",")) if models else MODELS,
+            models=names(models) or MODELS,
             size=size,
-            seeds=numbers,
+            seeds=numbers(seeds, "--seeds"),
             tokens=tokens,
             length=length,
             batch_tokens=batch_tokens,
             learning_rate=learning_rate,
-            rates=_pairs(rate, "--rate"),
-            fields=_pairs(field, "--field"),
+            rates=pairs(rate, "--rate"),
+            fields=pairs(field, "--field"),
             at_a_time=at_a_time,
             quick=quick,
         )
-        with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-            task = bar.add_task("starting", total=None)
-            report = run_experiment(
-                experiment, lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-            )
+        with bar() as move:
+            report = run_experiment(experiment, move)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(markdown(report))
     typer.echo(f"Report: {out / 'lm.json'}, {out / 'lm.md'}, {out / 'lm.png'}")
+
+
+@app.command("ablation")
+def ablation(
+    data: Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")],
+    out: Annotated[Path, typer.Option(help="Folder; runs that it has are kept.")] = Path("runs/ablation"),
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
+    tokens: Annotated[int, typer.Option(help="Tokens of a run on text.")] = 500_000,
+    field: Annotated[list[str], typer.Option(help="Of our configs in the runs on text, NAME=VALUE.")] = [],  # noqa: B006
+    at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+) -> None:
+    """Leave out one part of the memory after the other, on text and on recall: the paper's Table 5."""
+    from titans.experiments.ablation import paper_table, run_ablation
+    from titans.experiments.lm import LMExperiment
+    from titans.experiments.tasks import as_markdown
+
+    try:
+        language = LMExperiment(
+            data=str(data),
+            out=str(out),
+            seeds=numbers(seeds, "--seeds"),
+            tokens=tokens,
+            fields=pairs(field, "--field"),
+            at_a_time=at_a_time,
+        )
+        with bar() as move:
+            report = run_ablation(language, out, move, _command(), quick)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo(as_markdown(paper_table(report["rows"])))
+    typer.echo(f"Report: {out / 'report.html'}, {out / 'ablation.json'}, {out / 'ablation.md'}")
+
+
+def _command() -> str:
+    return shlex.join(["titans", *sys.argv[1:]])
+
+
+def _task_command(name: str, about: str) -> None:
+    """The command of an experiment on tasks."""
+
+    def command(
+        out: Annotated[Path | None, typer.Option(help="Folder; runs that it has are kept. Default: runs/NAME.")] = None,
+        models: Annotated[str | None, typer.Option(help="Some of its models, with commas between.")] = None,
+        seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
+        setting: Annotated[
+            list[str], typer.Option("--set", help="Of its tasks, NAME=VALUE, such as haystack=FOLDER; may be repeated.")
+        ] = [],  # noqa: B006
+        train: Annotated[
+            list[str], typer.Option("--train", help="Of the training, FIELD=VALUE, such as steps=400; may be repeated.")
+        ] = [],  # noqa: B006
+        at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
+        quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+    ) -> None:
+        from rich.console import Console
+
+        from titans.evaluation.report import print_tables
+        from titans.experiments.catalogue import EXPERIMENTS
+        from titans.experiments.tasks import run_tasks
+
+        folder = out or Path("runs") / name
+        try:
+            experiment = replace(EXPERIMENTS[name](pairs(setting, "--set")), seeds=numbers(seeds, "--seeds")).only(
+                names(models)
+            )
+            experiment = replace(experiment, train={**experiment.train, **pairs(train, "--train")})
+            with bar() as move:
+                report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, _command())
+        except (ValueError, TypeError) as error:
+            raise typer.BadParameter(str(error)) from error
+        print_tables(report["results"], Console())
+        typer.echo(f"Report: {folder / 'report.html'}, {folder / report['name']}.json and .md")
+
+    app.command(name, help=about)(command)
+
+
+for _name, _about in ON_TASKS.items():
+    _task_command(_name, _about)

@@ -54,11 +54,30 @@ SIZES = {
     "400m": Size(400_000_000, 1024, 16, 8, 20, 26),
     "760m": Size(760_000_000, 1536, 16, 12, 17, 22),
 }
-OTHERS = ("sliding-window", "transformer++", "mamba2", "gated-deltanet-hybrid")
+OTHERS: dict[str, type[PreTrainedConfig]] = {
+    "sliding-window": TitansConfig,
+    "transformer++": LlamaConfig,
+    "mamba2": Mamba2Config,
+    "gated-deltanet-hybrid": Qwen3NextConfig,
+}
 NAMES = (*VARIANTS, *PRESETS, *OTHERS)
 STEP = 8  # widths are multiples of this
 LONGEST = 1 << 20  # positions that the transformers baselines are told of
 TOLERANCE = 0.05  # of the number of parameters
+
+
+def config_class(name: str) -> type[PreTrainedConfig]:
+    """The class of the config of a model that is known by ``name``."""
+    return OTHERS.get(name, TitansConfig)
+
+
+def own_fields(name: str, given: dict[str, Any], memory_heads: int) -> dict[str, Any]:
+    """What the name of a model of ours says of its config, and ``given`` over it."""
+    if name in PRESETS:
+        return apply_preset(name, given, memory_heads)
+    if name == "sliding-window":
+        return {"variant": "mag", "use_memory": False, "num_persistent_tokens": 0} | given
+    return {"variant": name} | given
 
 
 def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
@@ -86,7 +105,6 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
         return config
     if name == "transformer++":
         common |= {"num_attention_heads": own.num_attention_heads, "max_position_embeddings": LONGEST}
-        make: Callable[..., PreTrainedConfig] = LlamaConfig
     elif name == "gated-deltanet-hybrid":
         common |= {
             "num_attention_heads": own.num_attention_heads,
@@ -99,20 +117,14 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
             "num_experts": 0,
             "max_position_embeddings": LONGEST,
         }
-        make = Qwen3NextConfig
     else:
         common |= {
             name: getattr(own, name)
             for name in ("num_attention_heads", "memory_heads", "segment_size", "window_size", "num_persistent_tokens")
         }
-        if name in PRESETS:
-            common |= apply_preset(name, overrides, own.memory_heads)
-        elif name == "sliding-window":
-            common |= {"variant": "mag", "use_memory": False, "num_persistent_tokens": 0}
-        else:
-            common |= {"variant": name}
-        make = TitansConfig
+        common |= own_fields(name, overrides, own.memory_heads)
     common |= overrides
+    make = config_class(name)
     if "intermediate_size" not in overrides:
         common["intermediate_size"] = fit(
             lambda n: count_parameters(make(**common | {"intermediate_size": n})), own.parameters

@@ -6,18 +6,12 @@ import dataclasses
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, PreTrainedConfig, Qwen3NextConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
-from titans.models import PRESETS, TitansConfig, TitansForCausalLM
-from titans.models.baselines import NAMES, SIZES, config_for
+from titans.models import TitansConfig, TitansForCausalLM
+from titans.models.baselines import NAMES, SIZES, config_class, config_for, own_fields
 from titans.models.configuration import VARIANTS
 from titans.training.config import TrainConfig, nearest
-
-OTHERS: dict[str, type[PreTrainedConfig]] = {
-    "transformer++": LlamaConfig,
-    "mamba2": Mamba2Config,
-    "gated-deltanet-hybrid": Qwen3NextConfig,
-}
 
 
 def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
@@ -29,7 +23,7 @@ def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None)
         raise ValueError(f"model.name is {name!r}: {nearest(str(name), NAMES)}")
     if size is not None and size not in SIZES:
         raise ValueError(f"model.size is {size!r}: {nearest(str(size), SIZES)}")
-    kind = OTHERS.get(name, TitansConfig)
+    kind = config_class(name)
     known = [each.name for each in dataclasses.fields(kind)]
     for key in map(str, wanted):
         if key not in known:
@@ -48,23 +42,13 @@ def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None)
     if kind is TitansConfig:
         wanted.setdefault("memory_first_order", config.outer_gradients == "first")
     try:
-        return _described(name, size, wanted, kind)
+        if size is not None:
+            return config_for(name, size, **wanted)
+        return kind(**own_fields(name, wanted, TitansConfig.memory_heads)) if kind is TitansConfig else kind(**wanted)
     except ValueError:
         raise
     except Exception as error:  # each config of transformers has its own way to refuse a value
         raise ValueError(f"model is not a {name}: {' '.join(str(error).split())[:300]}") from None
-
-
-def _described(name: str, size: str | None, wanted: dict[str, Any], kind: type[PreTrainedConfig]) -> PreTrainedConfig:
-    if size is not None:
-        return config_for(name, size, **wanted)
-    if name in VARIANTS:
-        return TitansConfig(variant=name, **wanted)
-    if name in PRESETS:
-        return TitansConfig.from_preset(name, **wanted)
-    if name == "sliding-window":
-        return TitansConfig(**{"variant": "mag", "use_memory": False, "num_persistent_tokens": 0, **wanted})
-    return kind(**wanted)
 
 
 def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -> Any:

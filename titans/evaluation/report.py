@@ -1,0 +1,806 @@
+"""The report: results of evaluations as one HTML page, which fetches nothing, and as PNG files beside it."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+import re
+import statistics
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from titans.evaluation.plots import Curve, plot_bars, plot_heat, plot_lines, short_number
+from titans.files import write_atomically
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FORMAT = 1  # of the result files that this module reads
+RESULT = "eval.json"
+PAGE = "report.html"
+TITLE = "Titans: evaluation"
+UNITS = {"accuracy": "%", "loss": "nats"}  # of metrics, where a result does not say
+AXIS_UNITS = {"length": "tokens", "distance": "tokens", "depth": "share of the sequence"}
+STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half a 95% interval, of 2 to 10 runs
+LONG = 30  # letters of a cell that takes a line of its own on a narrow screen
+LARGEST = 1e100
+ROOM = 40  # letters beside each other on a narrow screen
+
+Result = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of texts: a header, rows of as many cells, and a caption."""
+
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture.
+
+    Attributes:
+        name: of the file that it is written to, beside the page; .png is added if it is not there.
+        png: the picture.
+        alt: what it shows, for those who cannot see it.
+        caption: stands below it.
+    """
+
+    name: str
+    png: bytes
+    alt: str
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A part of the page; all of its texts are plain ones."""
+
+    title: str
+    paragraphs: Sequence[str] = ()
+    tables: Sequence[Table] = ()
+    figures: Sequence[Figure] = ()
+
+
+def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
+    """The results in files, or in the ``eval.json`` of folders, in that order.
+
+    A ``ValueError`` says which one is not there or not a result, or that two of them are of the same run.
+    """
+    results: list[dict[str, Any]] = []
+    seen: dict[str, Path] = {}
+    for path in map(Path, paths):
+        result = _read(path)
+        model = result.get("fingerprint") or [result["name"], result["model"]["name"]]
+        for name, task in result["tasks"].items():
+            run = json.dumps([model, result.get("seed"), name, task.get("control")])
+            if run in seen:
+                what = f"{_line(name)} of the run {_line(result['name'])}"
+                raise ValueError(f"{seen[run]} and {path} both hold {what}; expected each run once")
+            seen[run] = path
+        results.append(result)
+    return results
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = path / RESULT if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        raise ValueError(f"{path} holds no {RESULT}; expected a folder that `titans eval` wrote")
+    try:
+        text = file.read_bytes().decode("utf-8")
+        result = json.loads(text)
+        json.dumps(result, ensure_ascii=False).encode()  # halves of letters can be read, but not written
+    except FileNotFoundError:
+        raise ValueError(f"{path} is not there; expected a folder that `titans eval` wrote, or a result file") from None
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} cannot be read as JSON: {' '.join(str(error).split())}") from error
+    check_result(result, str(file))
+    return dict(result)
+
+
+_WORDS = {str: "a text", dict: "an object", list: "a list", float: "a number or null", None: "a text or null"}
+_RUN_FIELDS = {"name": str, "model": dict, "tasks": dict}
+_TASK_FIELDS: dict[str, Any] = {"metric": str, "axes": list, "cells": list, "chance": float, "trained_at": float}
+_TASK_TEXTS = ("title", "source", "unit", "better", "control")
+
+
+def check_result(result: Any, where: str) -> None:
+    """Raises a ``ValueError`` of one sentence that begins with ``where`` if this is not a result that can be shown."""
+    if not isinstance(result, dict):
+        raise ValueError(f"{where} holds {_shorten(result)}; expected an object")
+    if result.get("format") != FORMAT:
+        raise ValueError(f"{where} has format {_shorten(result.get('format'))}; expected {FORMAT}")
+    _check_fields(result, _RUN_FIELDS, where)
+    _check_fields(result["model"], {"name": str, "parameters": float}, f"{where}: model")
+    for name, task in result["tasks"].items():
+        place = f"{where}: {_line(name)}"
+        if not isinstance(task, dict):
+            raise ValueError(f"{place} is {_shorten(task)}; expected an object")
+        _check_fields(task, {**_TASK_FIELDS, **dict.fromkeys(_TASK_TEXTS)}, place)
+        if task.get("better") not in (None, "higher", "lower"):
+            raise ValueError(f"{place}: better is {_shorten(task['better'])}; expected higher or lower")
+        for index, cell in enumerate(task["cells"]):
+            spot = f"{place}, cell {index + 1}"
+            if not isinstance(cell, dict):
+                raise ValueError(f"{spot} is {_shorten(cell)}; expected an object")
+            _check_fields(cell, {"group": dict, **dict.fromkeys(("value", "low", "high"), float)}, spot)
+            for axis in task["axes"]:
+                if not isinstance(axis, str) or axis not in cell["group"]:
+                    raise ValueError(f"{spot} has no {_shorten(axis)}; expected a value for each of the axes")
+    if not any(task["cells"] for task in result["tasks"].values()):
+        raise ValueError(f"{where} holds no cells; expected a task with at least one")
+
+
+def _check_fields(data: Mapping[str, Any], fields: Mapping[str, Any], where: str) -> None:
+    for name, kind in fields.items():
+        value = data.get(name)
+        if kind is float:
+            good = value is None or _is_number(value)
+        else:
+            good = isinstance(value, str if kind is None else kind) or (kind is None and value is None)
+        if not good:
+            raise ValueError(f"{where}: {name} is {_shorten(value)}; expected {_WORDS[kind]}")
+
+
+def _shorten(value: Any) -> str:
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 40 else text[:39] + "…"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _finite(value: Any) -> float | None:
+    """The number, None if it is not there, not finite, or so large that no figure has room for it."""
+    return float(value) if _is_number(value) and abs(value) < LARGEST else None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean and its 95% interval.
+
+    Attributes:
+        value: the mean.
+        low, high: ends of the interval, None where the results have none.
+        whole: whether everything that it is the mean of had a value.
+    """
+
+    value: float
+    low: float | None
+    high: float | None
+    whole: bool = True
+
+    @property
+    def margin(self) -> float | None:
+        """How far the interval reaches, on its longer side."""
+        return None if self.low is None or self.high is None else max(self.value - self.low, self.high - self.value)
+
+    def holds(self, value: float) -> bool:
+        """Whether a value lies in the interval."""
+        return self.low is not None and self.high is not None and self.low <= value <= self.high
+
+
+def mean_of_cells(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
+    """The mean over cells of one run, None without a value; the cells' intervals add up as those of separate draws."""
+    good = [cell for cell in cells if _finite(cell.get("value")) is not None]
+    if not good:
+        return None
+    value = statistics.fmean(float(cell["value"]) for cell in good)
+    ends = [(_finite(cell.get("low")), _finite(cell.get("high")), float(cell["value"])) for cell in good]
+    below = [v - low for low, _, v in ends if low is not None]
+    above = [high - v for _, high, v in ends if high is not None]
+    if len(below) < len(good) or len(above) < len(good):
+        return Estimate(value, None, None, len(good) == len(cells))
+    low, high = value - math.hypot(*below) / len(good), value + math.hypot(*above) / len(good)
+    return Estimate(value, low, high, len(good) == len(cells))
+
+
+def mean_of_runs(runs: Sequence[Estimate | None], top: float = math.inf) -> Estimate | None:
+    """The mean over runs, None if none has a value.
+
+    The interval is Student's over the runs, or that of their cells where it reaches further: runs that happen to agree
+    are no surer than what each was measured on. It stays within 0 and ``top``.
+    """
+    good = [run for run in runs if run is not None]
+    if len(good) < 2:
+        return Estimate(good[0].value, good[0].low, good[0].high, good[0].whole and len(runs) == 1) if good else None
+    values = [run.value for run in good]
+    value = statistics.fmean(values)
+    reach = STUDENT[min(len(good), 10) - 2] * statistics.stdev(values) / math.sqrt(len(good))
+    low, high = value - reach, value + reach
+    if all(run.low is not None and run.high is not None for run in good):
+        low = min(low, value - math.hypot(*(run.value - run.low for run in good)) / len(good))  # type: ignore[operator]
+        high = max(high, value + math.hypot(*(run.high - run.value for run in good)) / len(good))  # type: ignore[operator]
+    # a value beyond the limits is an error of whoever wrote it, and is shown as it is
+    low, high = max(low, min(0.0, value)), min(high, max(top, value))
+    return Estimate(value, low, high, len(good) == len(runs) and all(run.whole for run in good))
+
+
+@dataclass(frozen=True)
+class _Axis:
+    """An axis of a task: its places as texts, and as numbers if all of them are."""
+
+    name: str
+    words: list[str]
+    numbers: list[float] | None
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} ({AXIS_UNITS[self.name]})" if self.name in AXIS_UNITS else self.name
+
+    @property
+    def short(self) -> list[str]:
+        """The places for a figure, where there is little room."""
+        return self.words if self.numbers is None else [short_number(number) for number in self.numbers]
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One task, over all runs that did it.
+
+    Attributes:
+        series: for each line of a plot, what each of its runs wrote about the task.
+        styles: number of each line, the same in the whole report.
+        axes: those that vary.
+        fixed: the axes that do not, as words.
+    """
+
+    name: str
+    series: dict[str, list[Mapping[str, Any]]]
+    styles: Mapping[str, int]
+    axes: list[_Axis] = field(default_factory=list)
+    fixed: list[str] = field(default_factory=list)
+
+    @property
+    def entries(self) -> list[Mapping[str, Any]]:
+        return [entry for entries in self.series.values() for entry in entries]
+
+    def says(self, name: str) -> Any:
+        """What the first run that says something says, None if none does."""
+        return next((entry[name] for entry in self.entries if entry.get(name) not in (None, "")), None)
+
+    @property
+    def title(self) -> str:
+        return _line(self.says("title") or self.name)
+
+    @property
+    def metric(self) -> str:
+        return _line(self.says("metric") or "value")
+
+    @property
+    def unit(self) -> str:
+        return _line(self.says("unit") or UNITS.get(self.metric, ""))
+
+    @property
+    def percent(self) -> bool:
+        return self.metric == "accuracy"
+
+    @property
+    def measure(self) -> str:
+        """The metric with its unit."""
+        return f"{self.metric} ({self.unit})" if self.unit and self.unit != self.metric else self.metric
+
+    @property
+    def higher(self) -> bool:
+        return (self.says("better") or ("higher" if self.metric in ("accuracy", "tokens/s") else "lower")) == "higher"
+
+    @property
+    def chance(self) -> float | None:
+        return _finite(self.says("chance"))
+
+    def estimate(self, label: str, group: Mapping[str, str]) -> Estimate | None:
+        """The mean over the runs of a line, and over the cells of a group in each."""
+        runs = [mean_of_cells(_cells(entry, group)) for entry in self.series[label]]
+        return mean_of_runs(runs, 1.0 if self.percent else math.inf)
+
+    def along(self, label: str, axis: _Axis) -> list[Estimate | None]:
+        """An estimate for each place of an axis."""
+        return [self.estimate(label, {axis.name: word}) for word in axis.words]
+
+    def show(self, value: float, digits: int | None = None) -> str:
+        """A value of the task as text, without unit; ``digits`` after the point, or as many as its size asks for."""
+        if self.percent:
+            return f"{100 * value:.1f}"
+        return _significant(value) if digits is None else f"{value:,.{digits}f}"
+
+    def tell(self, estimate: Estimate | None, unit: bool = False) -> str:
+        """An estimate as text: the value, its margin, a star if it is not whole; a dash without one."""
+        if estimate is None:
+            return "-"
+        text = self.show(estimate.value)
+        percent = "%" if unit and self.unit == "%" else ""
+        if estimate.margin is None:
+            text += percent
+        else:
+            digits = len(text.partition(".")[2]) if "e" not in text else None
+            text += f"{percent} ±{self.show(estimate.margin, digits)}"
+        text += "" if estimate.whole else "*"
+        return f"{text} {self.unit}" if unit and self.unit and not percent else text
+
+
+def _significant(value: float) -> str:
+    size = abs(value)
+    if size >= 1e6 or 0 < size < 1e-3:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
+
+
+def _word(value: Any) -> str:
+    if _finite(value) is None:
+        return _line(str(value))
+    return f"{value:,.0f}" if value == int(value) else f"{value:.12g}"
+
+
+def _cells(entry: Mapping[str, Any], group: Mapping[str, str]) -> list[Mapping[str, Any]]:
+    return [cell for cell in entry["cells"] if all(_word(cell["group"][axis]) == word for axis, word in group.items())]
+
+
+def _axis(name: str, entries: Iterable[Mapping[str, Any]]) -> _Axis:
+    """An axis over all runs: numbers rise, words keep their order."""
+    places = {_word(cell["group"][name]): cell["group"][name] for entry in entries for cell in entry["cells"]}
+    numbers = {word: number for word, place in places.items() if (number := _finite(place)) is not None}
+    if len(numbers) < len(places):
+        return _Axis(name, list(places), None)
+    words = sorted(places, key=lambda word: numbers[word])
+    return _Axis(name, words, [numbers[word] for word in words])
+
+
+def _collect(results: Sequence[Result]) -> list[_Task]:
+    """The tasks of all results, each with its lines: runs of a model of the same name and size are one."""
+    sizes: dict[str, set[Any]] = {}
+    for result in results:
+        sizes.setdefault(_line(result["model"]["name"]), set()).add(result["model"].get("parameters"))
+    styles: dict[str, int] = {}
+    tasks: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    for result in results:
+        model = _line(result["model"]["name"])
+        if len(sizes[model]) > 1:
+            model += f" ({_count(result['model'].get('parameters'))})"
+        for key, entry in result["tasks"].items():
+            if not entry["cells"]:  # not measured yet
+                continue
+            name, variant = _variant(key, entry)
+            label = f"{model} ({variant})" if variant else model
+            styles.setdefault(label, len(styles))
+            tasks.setdefault(name, {}).setdefault(label, []).append(entry)
+    return [_make_task(name, series, styles) for name, series in tasks.items()]
+
+
+def _variant(key: str, entry: Mapping[str, Any]) -> tuple[str, str]:
+    """The task that an entry is of, and in what it differs: "needle reset" with a control is a line of "needle"."""
+    if not entry.get("control") and not entry.get("fields"):
+        return key, ""
+    name, _, rest = key.partition(" ")
+    return name, _line(rest or entry.get("control") or "changed")
+
+
+def _make_task(name: str, series: dict[str, list[Mapping[str, Any]]], styles: Mapping[str, int]) -> _Task:
+    entries = [entry for runs in series.values() for entry in runs]
+    for key in ("metric", "axes", "better", "unit"):
+        for entry in entries:
+            if entry.get(key) != entries[0].get(key):
+                came = f"{_shorten(entries[0].get(key))} in one run and {_shorten(entry.get(key))} in another"
+                raise ValueError(f"{_line(name)} has {key} {came}; expected the same in all")
+    axes = [_axis(axis, entries) for axis in entries[0]["axes"]]
+    fixed = [f"{axis.name} {axis.words[0]}" for axis in axes if len(axis.words) == 1]
+    return _Task(name, series, styles, [axis for axis in axes if len(axis.words) > 1], fixed)
+
+
+def _line(text: str) -> str:
+    """The text as one line in which nothing steers a terminal."""
+    return "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text.split()))
+
+
+def _count(number: Any) -> str:
+    return f"{number:,}" if _finite(number) is not None else "-"
+
+
+def summarise(results: Sequence[Result]) -> list[str]:
+    """A sentence for each task: which model is best where it is hardest, and what chance gives."""
+    return [_sentence(task) for task in _collect(results)]
+
+
+def _sentence(task: _Task) -> str:
+    group: dict[str, str] = {}
+    where = ""
+    if task.axes and task.axes[0].numbers is not None:
+        axis = task.axes[0]
+        for word in reversed(axis.words):
+            group = {axis.name: word}
+            if any(task.estimate(label, group) for label in task.series):
+                break
+        where = f"at {axis.name} {group[axis.name]} "
+    elif task.axes:
+        where = f"on average over {task.axes[0].name} "
+    found = {label: estimate for label in task.series if (estimate := task.estimate(label, group)) is not None}
+    missing = [label for label in task.series if label not in found]
+    ranked = sorted(found, key=lambda label: found[label].value, reverse=task.higher)
+    if not ranked:
+        return f"{task.title}: no run has a value."
+    best = found[ranked[0]]
+    value = task.tell(best, unit=True)
+    value = value if task.percent or task.metric == task.unit else f"{task.metric} {value}"
+    level = [label for label in ranked if task.show(found[label].value) == task.show(best.value)]
+    if len(task.series) == 1:
+        text = f"{task.title}: {where}{ranked[0]} has {value}"
+    elif len(level) > 1:
+        names = f"{', '.join(level[:-1])} and {level[-1]}" if len(level) < 5 else f"{len(level)} models"
+        text = f"{task.title}: {where}{names} are level with {value}"
+    else:
+        text = f"{task.title}: {where}{ranked[0]} is best with {value}"
+    if len(ranked) > 1 and len(level) == 1:
+        second = found[ranked[1]]
+        following = f"{ranked[1]} with {task.tell(second, unit=True)}"
+        close = best.holds(second.value) or second.holds(best.value)
+        text += f", but {following} may be as good" if close else f", ahead of {following}"
+    if missing:
+        text += f"; {', '.join(missing)} {'has' if len(missing) == 1 else 'have'} no value there"
+    if task.chance is not None:
+        text += f"; chance is {_chance(task)}"
+    return text + "."
+
+
+def _chance(task: _Task) -> str:
+    chance = task.chance or 0.0
+    if task.percent:
+        return f"{chance:.1%}" if chance >= 0.001 or chance == 0 else "below 0.1%"
+    return f"{task.show(chance)} {task.unit}".strip()
+
+
+def _task_table(task: _Task) -> Table:
+    """A row a line, a column a place of the first axis; one column if nothing varies."""
+    header, rows = ["model", task.measure], [[label, task.tell(task.estimate(label, {}))] for label in task.series]
+    caption = f"{task.measure[0].upper()}{task.measure[1:]}"
+    if task.axes:
+        first, *others = task.axes
+        header = ["model", *first.words]
+        rows = [[label, *map(task.tell, task.along(label, first))] for label in task.series]
+        caption += f", by {first.label}" + (f"; mean over {', '.join(axis.name for axis in others)}" if others else "")
+    if task.fixed:
+        caption += f"; at {', '.join(task.fixed)}"
+    found = [_finite(cell.get("count")) for entry in task.entries for cell in entry["cells"]]
+    counts = [count for count in found if count is not None]
+    if counts:
+        low, high = min(counts), max(counts)
+        caption += (
+            f"; {_word(low)} sequences a cell" if low == high else f"; {_word(low)} to {_word(high)} sequences a cell"
+        )
+    cells = [cell for row in rows for cell in row[1:]]
+    if any("±" in cell for cell in cells):
+        caption += "; ± is the longer side of a 95% interval"
+        if max(len(runs) for runs in task.series.values()) > 1:
+            caption += ", over runs where there are several"
+    caption += "."
+    if any(cell.endswith("*") for cell in cells):
+        caption += " * Some runs or cells have no value, and are left out of the mean."
+    return Table(header, rows, caption)
+
+
+def result_tables(results: Sequence[Result]) -> list[tuple[str, Table]]:
+    """A title and a table for each task."""
+    return [(task.title, _task_table(task)) for task in _collect(results)]
+
+
+def print_tables(results: Sequence[Result], console: Console) -> None:
+    """Print the table of each task and the sentence about it; columns that do not fit follow below."""
+    from rich import table
+    from rich.box import SIMPLE_HEAD
+    from rich.text import Text
+
+    for (title, content), sentence in zip(result_tables(results), summarise(results), strict=True):
+        console.print(Text(title, "bold"))
+        for columns in _fit([content.header, *content.rows], console.width):
+            drawn = table.Table(box=SIMPLE_HEAD)
+            for index, (column, width) in enumerate(columns):
+                side: Literal["left", "right"] = "right" if index else "left"
+                drawn.add_column(Text(column[0]), justify=side, overflow="fold", width=width)
+            for row in zip(*(column[1:] for column, _ in columns), strict=True):
+                drawn.add_row(*map(Text, row))
+            console.print(drawn)
+        console.print(f"{sentence}\n", markup=False, highlight=False)
+
+
+def _fit(rows: Sequence[Sequence[str]], width: int) -> list[list[tuple[list[str], int]]]:
+    """The columns of a table and their widths, in parts that fit beside each other, each with the first column."""
+    from rich.cells import cell_len
+
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    widths = [max(map(cell_len, column)) for column in columns]
+    names = (columns[0], min(widths[0], 24))
+    if names[1] + sum(widths[1:]) + 3 * len(widths) < width:
+        return [[names, *zip(columns[1:], widths[1:], strict=True)]]
+    parts, left = [[names]], 0
+    for column in columns[1:]:
+        broken = [cell.replace(" ±", "\n±") for cell in column]
+        least = min(max(cell_len(word) for cell in broken for word in cell.split()), 24)
+        left -= least + 3
+        if left < 0:
+            parts.append([names])
+            left = width - names[1] - 7 - least
+        parts[-1].append((broken, least))
+    return parts[1:]
+
+
+def result_sections(results: Sequence[Result]) -> list[Section]:
+    """The parts of a page that results make: what came out, each task with its figures, and how it was made."""
+    tasks = _collect(results)
+    if not tasks:
+        return []
+    varied = [task for task in tasks if task.axes]
+    single = [task for task in tasks if not task.axes]
+    sections = [Section("In short", [_sentence(task) for task in tasks])]
+    sections += [_task_section(task) for task in varied]
+    if single:
+        sections.append(Section("Single figures", ["Tasks with one figure a model."], [_single_table(single)]))
+    return [*sections, _made_section(results, tasks)]
+
+
+def _single_table(tasks: Sequence[_Task]) -> Table:
+    """A row a task, a column a line."""
+    labels = list(dict.fromkeys(label for task in tasks for label in task.series))
+    rows = [
+        [
+            task.title + (f", {', '.join(task.fixed)}" if task.fixed else ""),
+            task.measure,
+            *(task.tell(task.estimate(label, {})) if label in task.series else "-" for label in labels),
+            "-" if task.chance is None else _chance(task),
+        ]
+        for task in tasks
+    ]
+    return Table(["task", "measured as", *labels, "chance"], rows, "± is the longer side of a 95% interval.")
+
+
+def _task_section(task: _Task) -> Section:
+    first = task.axes[0]
+    better = f"{'Higher' if task.higher else 'Lower'} is better."
+    words = [f"Source: {task.says('source')}." if task.says("source") else "", better]
+    if task.chance is not None:
+        words.append(f"Chance is {_chance(task)}.")
+    trained = sorted({number for entry in task.entries if (number := _finite(entry.get("trained_at"))) is not None})
+    if trained:
+        words.append(f"Trained at length {' and '.join(map(_word, trained))}.")
+    curves = [_curve(task, label, first) for label in task.series]
+    names = ", ".join(task.series)
+    y_label = f"{task.measure}, {'higher' if task.higher else 'lower'} is better"
+    about = f"{task.title}: {task.measure}, by {first.label}"
+    notes = []
+    if any(curve.lows for curve in curves):
+        notes.append("Bands are 95% intervals." if first.numbers else "Whiskers are 95% intervals.")
+    if any(curve.runs for curve in curves):
+        notes.append("Thin lines are runs, thick ones their mean." if first.numbers else "Dots are runs.")
+    if first.numbers is not None:
+        png = plot_lines(first.numbers, curves, task.title, first.label, y_label, task.percent, task.chance)
+    else:
+        png = plot_bars(first.words, curves, task.title, first.label, y_label, task.percent, task.chance)
+    figures = [Figure(task.name, png, f"{about}, of {names}", " ".join(notes))]
+    if len(task.axes) == 2:
+        figures += _heat_maps(task)
+    return Section(task.title, [" ".join(filter(None, words))], [_task_table(task)], figures)
+
+
+def _curve(task: _Task, label: str, axis: _Axis) -> Curve:
+    means = task.along(label, axis)
+    entries = task.series[label]
+    runs = [[mean_of_cells(_cells(entry, {axis.name: word})) for word in axis.words] for entry in entries]
+    trained = {_finite(entry.get("trained_at")) if axis.name == "length" else None for entry in entries}
+    has_interval = any(mean is not None and mean.low is not None for mean in means)
+    return Curve(
+        f"{label}, {len(entries)} runs" if len(entries) > 1 else label,
+        _values(means),
+        [None if mean is None else mean.low for mean in means] if has_interval else (),
+        [None if mean is None else mean.high for mean in means] if has_interval else (),
+        [_values(run) for run in runs] if len(entries) > 1 else (),
+        task.styles[label],
+        trained.pop() if len(trained) == 1 else None,
+    )
+
+
+def _values(estimates: Iterable[Estimate | None]) -> list[float | None]:
+    return [None if estimate is None else estimate.value for estimate in estimates]
+
+
+def _heat_maps(task: _Task) -> list[Figure]:
+    """A map for each line, the second axis downwards; all of them share one scale."""
+    columns, rows = task.axes
+    grids = {
+        label: [
+            [task.estimate(label, {columns.name: column, rows.name: row}) for column in columns.words]
+            for row in rows.words
+        ]
+        for label in task.series
+    }
+    values = [cell.value for grid in grids.values() for row in grid for cell in row if cell is not None]
+    limits = (0.0, 1.0) if task.percent or not values else (min(values), max(values))
+
+    def show(value: float) -> str:
+        return f"{100 * value:.0f}" if task.percent else _significant(value)
+
+    return [
+        Figure(
+            f"{task.name}-heat-{label}",
+            plot_heat(
+                columns.short,
+                rows.short,
+                [_values(row) for row in grid],
+                f"{task.title}: {label}",
+                columns.label,
+                rows.label,
+                task.measure,
+                show,
+                limits,
+            ),
+            f"{task.title}: {task.measure} of {label}, by {columns.name} and {rows.name}",
+        )
+        for label, grid in grids.items()
+    ]
+
+
+def _made_section(results: Sequence[Result], tasks: Sequence[_Task]) -> Section:
+    header = ["run", "model", "parameters", "seed", "date", "torch", "seconds", "command"]
+    rows = []
+    for result in results:
+        seconds = [s for entry in result["tasks"].values() if (s := _finite(entry.get("seconds"))) is not None]
+        versions = result.get("versions")
+        torch = versions.get("torch") if isinstance(versions, dict) else None
+        cells = [result["name"], result["model"]["name"], _count(result["model"].get("parameters"))]
+        trained = result["model"].get("seed")
+        seed = _plain(result.get("seed")) + ("" if trained is None else f", trained with {_plain(trained)}")
+        cells += [seed, _plain(result.get("date")), _plain(torch)]
+        rows.append([*cells, f"{sum(seconds):,.1f}" if seconds else "-", _plain(result.get("command"))])
+    settings = [[task.name, _plain(task.says("source")), _settings(task)] for task in tasks]
+    tables = [Table(header, rows, "Runs."), Table(["task", "source", "settings"], settings, "Tasks.")]
+    return Section("How it was made", [], tables)
+
+
+def _plain(value: Any) -> str:
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, list):
+        return ", ".join(map(_plain, value))
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _settings(task: _Task) -> str:
+    """The settings of a task; where runs differ, each of theirs."""
+    found: dict[str, list[str]] = {}
+    for entry in task.entries:
+        settings = entry.get("settings")
+        for name, value in settings.items() if isinstance(settings, dict) else ():
+            texts = found.setdefault(name, [])
+            if _plain(value) not in texts:
+                texts.append(_plain(value))
+    return "; ".join(f"{name}: {' or, in other runs, '.join(texts)}" for name, texts in found.items()) or "-"
+
+
+def write_report(
+    results: Sequence[Result], out: str | Path, title: str = TITLE, sections: Sequence[Section] = ()
+) -> Path:
+    """Write the page and its figures into a folder, made if it is not there; nothing if something is wrong.
+
+    Args:
+        results: as ``load_results`` gives them; may be empty if there are sections.
+        out: the folder, for ``report.html``, ``TASK.png`` and ``TASK-heat-MODEL.png``.
+        title: of the page.
+        sections: more parts, which stand between the summary and the tasks.
+
+    Returns the path of the page.
+    """
+    out = Path(out)
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out is the file {out}; expected a folder")
+    if not results and not sections:
+        raise ValueError("there are no results and no sections; expected at least one of them")
+    for index, result in enumerate(results):
+        check_result(result, f"result {index + 1}")
+    made = result_sections(results)
+    parts = [*made[:1], *sections, *made[1:]]
+    page = render_report(parts, title, _facts(results))
+    pictures = dict(zip(_file_names(parts), [figure.png for part in parts for figure in part.figures], strict=True))
+    for name, png in pictures.items():
+        write_atomically(out / name, png)
+    write_atomically(out / PAGE, page.encode("utf-8", "replace"))
+    return out / PAGE
+
+
+def _facts(results: Sequence[Result]) -> str:
+    models = {result["model"]["name"] for result in results}
+    tasks = {_variant(key, task)[0] for result in results for key, task in result["tasks"].items() if task["cells"]}
+    counts = {"model": len(models), "run": len(results), "task": len(tasks)}
+    return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items()) if results else ""
+
+
+def _file_names(sections: Iterable[Section]) -> list[str]:
+    """A file name for each figure, all different also where capitals do not count."""
+    names: list[str] = []
+    for figure in (figure for section in sections for figure in section.figures):
+        stem = (
+            re.sub(r"[^\w.+-]+", "_", figure.name.removesuffix(".png"), flags=re.ASCII).lstrip("._")[:120] or "figure"
+        )
+        name, number = f"{stem}.png", 2
+        while name.lower() in (other.lower() for other in names):
+            name, number = f"{stem}-{number}.png", number + 1
+        names.append(name)
+    return names
+
+
+def render_report(sections: Sequence[Section], title: str = TITLE, facts: str = "") -> str:
+    """The page: everything is in it, and every text of the sections is shown as it is."""
+    links = [f'<li><a href="#part-{index}">{_text(part.title)}</a></li>' for index, part in enumerate(sections)]
+    parts = {
+        "TITLE": _text(title),
+        "FACTS": f'<p class="soft">{_text(facts)}</p>' if facts else "",
+        "LINKS": f'<nav aria-label="Parts"><ul>{"".join(links)}</ul></nav>' if len(sections) > 2 else "",
+        "SECTIONS": "\n".join(_render_section(index, part) for index, part in enumerate(sections)),
+    }
+    page = files("titans.evaluation").joinpath("report_page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
+
+
+def _text(text: str) -> str:
+    return html.escape(text)
+
+
+def _render_section(index: int, section: Section) -> str:
+    paragraphs = "".join(f"<p>{_text(paragraph)}</p>\n" for paragraph in section.paragraphs)
+    tables = "".join(map(_render_table, section.tables))
+    figures = "".join(map(_render_figure, section.figures))
+    figures = f'<div class="figures">\n{figures}</div>\n' if figures else ""
+    return f'<section id="part-{index}">\n<h2>{_text(section.title)}</h2>\n{paragraphs}{tables}{figures}</section>'
+
+
+def _render_table(table: Table) -> str:
+    for row in table.rows:
+        if len(row) != len(table.header):
+            raise ValueError(f"a row has {len(row)} cells, {_shorten(list(row))}; expected {len(table.header)}")
+    columns = list(zip(table.header, *table.rows, strict=True))
+    kinds = list(map(_column_kind, columns))
+    turned = " class=turn" if "long" in kinds or sum(map(_least_width, columns)) > ROOM else ""
+    header = "".join(f'<th scope="col" class="{k}">{_text(n)}</th>' for n, k in zip(table.header, kinds, strict=True))
+    rows = []
+    for row in table.rows:
+        first = f'<th scope="row" class="{kinds[0]}">{_text(row[0])}</th>' if row else ""
+        cells = zip(table.header[1:], kinds[1:], row[1:], strict=True)
+        rest = "".join(f'<td class="{kind}" data-name="{_text(name)}">{_text(cell)}</td>' for name, kind, cell in cells)
+        rows.append(f"<tr>{first}{rest}</tr>\n")
+    caption = f'<p class="caption">{_text(table.caption)}</p>\n' if table.caption else ""
+    label = f' aria-label="{_text(table.caption)}"' if table.caption else ""
+    return (
+        f'{caption}<div class="wide" tabindex="0" role="group"{label}><table{turned}>\n'
+        f"<thead><tr>{header}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n</table></div>\n"
+    )
+
+
+def _column_kind(column: Sequence[str]) -> str:
+    """How a column is set: numbers to the right, long texts across a narrow screen."""
+    if all(re.fullmatch(r"[-+–]?[\d.,%*()e+± ]*", cell) for cell in column[1:]):
+        return "number"
+    return "long" if any(len(cell) > LONG for cell in column[1:]) else "text"
+
+
+def _least_width(column: Sequence[str]) -> int:
+    """Letters that a column takes if it is broken between words, its margins included."""
+    return 2 + min(LONG, max(len(word) for cell in column for word in cell.split(" ")))
+
+
+def _render_figure(figure: Figure) -> str:
+    if figure.png[:8] != b"\x89PNG\r\n\x1a\n" or len(figure.png) < 24:
+        raise ValueError(f"the figure {figure.name} holds {figure.png[:8]!r}; expected a PNG")
+    width, height = struct.unpack(">II", figure.png[16:24])
+    caption = f"<figcaption>{_text(figure.caption)}</figcaption>" if figure.caption else ""
+    data = base64.b64encode(figure.png).decode()
+    return (
+        f'<figure><img alt="{_text(figure.alt)}" width="{width}" height="{height}" src="data:image/png;base64,{data}">'
+        f"{caption}</figure>\n"
+    )
