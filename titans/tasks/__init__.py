@@ -8,16 +8,16 @@ from typing import Any
 
 from titans.tasks.babilong import Babilong
 from titans.tasks.base import IGNORED, SPLITS, Answer, Example, Group, Task, example
-from titans.tasks.copy import Copy
 from titans.tasks.needle import NeedleEssay, NeedleNoise, NeedleWord
+from titans.tasks.phonebook import Phonebook
 from titans.tasks.recall import MQAR, Reassigned, Recall, Retention
 from titans.tasks.tracking import S3, S5, ModularAddition, Parity
 
 __all__ = ["IGNORED", "SPLITS", "TASKS", "Answer", "Example", "Group", "Task", "example", "make_task", "make_tasks"]
 
 _CLASSES: tuple[type[Task], ...] = (
-    NeedleNoise, NeedleEssay, NeedleWord, Babilong, Copy, Recall, Reassigned, Retention, MQAR, Parity, ModularAddition,
-    S3, S5,
+    NeedleNoise, NeedleEssay, NeedleWord, Babilong, Phonebook, Recall, Reassigned, Retention, MQAR, Parity,
+    ModularAddition, S3, S5,
 )  # fmt: skip
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 

@@ -142,16 +142,16 @@ class NeedleNoise(Needle):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_digits(self.digits)
+        check_digits(self.digits)
 
     @property
     def chance(self) -> float:
         """One of the numbers with so many digits."""
-        return _share_of_numbers(self.digits)
+        return share_of_numbers(self.digits)
 
     def any_value(self, rng: random.Random) -> str:
         """A number."""
-        return _number(rng, self.digits)
+        return draw_number(rng, self.digits)
 
     def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
         """The line, again and again."""
@@ -198,16 +198,16 @@ class NeedleEssay(_InEssays):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_digits(self.digits)
+        check_digits(self.digits)
 
     @property
     def chance(self) -> float:
         """One of the numbers with so many digits."""
-        return _share_of_numbers(self.digits)
+        return share_of_numbers(self.digits)
 
     def any_value(self, rng: random.Random) -> str:
         """A number."""
-        return _number(rng, self.digits)
+        return draw_number(rng, self.digits)
 
 
 @dataclass(frozen=True)
@@ -242,29 +242,33 @@ class NeedleWord(_InEssays):
 
     def any_value(self, rng: random.Random) -> str:
         """A uuid or a word."""
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4)) if self.value == "uuid" else _word(rng)
+        return str(uuid.UUID(int=rng.getrandbits(128), version=4)) if self.value == "uuid" else draw_name(rng)
 
 
-def _check_digits(digits: int) -> None:
+def check_digits(digits: int) -> None:
+    """Raises a ``ValueError`` if numbers of so many digits are too few to be divided among the splits."""
     if digits < FEWEST_DIGITS:
         raise ValueError(f"digits is {digits}; expected at least {FEWEST_DIGITS}")
 
 
-def _number(rng: random.Random, digits: int) -> str:
+def draw_number(rng: random.Random, digits: int) -> str:
+    """A number with so many digits."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
-def _share_of_numbers(digits: int) -> float:
+def share_of_numbers(digits: int) -> float:
+    """One of all numbers with so many digits, as a share of them."""
     return 1 / (9 * 10 ** (digits - 1))  # the first digit is not 0
 
 
-def _word(rng: random.Random) -> str:
+def draw_name(rng: random.Random) -> str:
+    """An adjective and a noun."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
 
 
 def _key(rng: random.Random, value: str) -> str:
     """A word that does not have the value in it."""
-    key = _word(rng)
+    key = draw_name(rng)
     while value in key:
-        key = _word(rng)
+        key = draw_name(rng)
     return key

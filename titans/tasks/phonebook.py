@@ -1,0 +1,88 @@
+"""A phone book: names with numbers, and the numbers asked for in another order."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from titans.tasks.background import split_of, writer_for
+from titans.tasks.base import Answer, Example, Group, Task
+from titans.tasks.needle import check_digits, draw_name, draw_number, share_of_numbers
+
+TRIES = 1000
+
+
+@dataclass(frozen=True)
+class Phonebook(Task):
+    """So many lines with a name and a number, then the same names again, each asking for its number.
+
+    Many answers in few tokens: what a model that starts from nothing can learn to look things up from, before it is
+    asked for a single number in a long text.
+
+    Attributes:
+        entries: lines of the book.
+        digits: of a number.
+    """
+
+    entries: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
+    digits: int = 7
+
+    name: ClassVar[str] = "phonebook"
+    title: ClassVar[str] = "Looking up numbers in a phone book"
+    source: ClassVar[str] = "arXiv 2402.01032, with words for names and every entry asked for"
+    axes: ClassVar[tuple[str, ...]] = ("entries",)
+
+    def __post_init__(self) -> None:
+        check_digits(self.digits)
+        if not self.entries or min(self.entries) < 1:
+            raise ValueError(f"entries is {self.entries}; expected one or more numbers of at least 1")
+
+    @property
+    def chance(self) -> float:
+        """One of the numbers with so many digits."""
+        return share_of_numbers(self.digits)
+
+    def groups(self) -> list[dict[str, Any]]:
+        """A size of the book each."""
+        return [{"entries": entries} for entries in self.entries]
+
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """A book of any size that fits into the length."""
+        return {"length": length, "share": rng.random()}
+
+    def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
+        """A book with the group's entries, or with a share of those that fit into the group's length."""
+        writer = writer_for(tokenizer)
+        room = group.get("length", float("inf")) - len(writer.opening)
+        wanted = group.get("entries", 1 << 20)
+        names: list[str] = []
+        lines: list[tuple[list[int], list[int]]] = []
+        while len(lines) < wanted:
+            name, number = draw_name(rng), self._number(rng, split)
+            if name in names:
+                continue
+            line = writer.ask(f"\n{name}:", f" {number}")
+            room -= 2 * sum(map(len, line))
+            if room < 0:
+                break
+            names.append(name)
+            lines.append(line)
+        if not lines:
+            raise ValueError(f"length is {group['length']}; expected room for one name and number, twice")
+        if "share" in group:
+            lines = lines[: 1 + int(group["share"] * len(lines))]
+        tokens = [*writer.opening, *(token for name, number in lines for token in (*name, *number))]
+        boundary, answers = len(tokens), []
+        for asked, wanted_number in rng.sample(lines, len(lines)):
+            tokens += asked
+            answers.append(Answer(len(tokens), tuple(wanted_number)))
+            tokens += wanted_number
+        return Example(tokens, answers, boundary)
+
+    def _number(self, rng: random.Random, split: str) -> str:
+        for _ in range(TRIES):
+            number = draw_number(rng, self.digits)
+            if split_of(number) == split:
+                return number
+        raise ValueError(f"digits is {self.digits}; expected enough for a number of {split}")
