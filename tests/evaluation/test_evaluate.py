@@ -110,7 +110,9 @@ def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:
         low, high = bootstrap(random.normal(size=40).tolist(), seed=number)
         hits += low <= 0 <= high
     assert 176 <= hits <= 200
-    assert bootstrap([1.0, 1.0]) == (1.0, 1.0)
+    assert bootstrap([0.5, 0.5]) == (0.5, 0.5)
+    assert bootstrap([1.0] * 50) == pytest.approx((0.9287, 1.0), abs=1e-4)  # Wilson's
+    assert bootstrap([0.0] * 50) == pytest.approx((0.0, 0.0713), abs=1e-4)
     assert bootstrap([0.0, 1.0, 0.5], seed=3) == bootstrap([0.0, 1.0, 0.5], seed=3)
     with pytest.raises(ValueError, match="values is empty"):
         bootstrap([])

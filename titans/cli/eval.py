@@ -76,12 +76,18 @@ def evaluate(
 def _show_tasks() -> None:
     import dataclasses
 
+    from titans.evaluation import harness
+    from titans.evaluation.evaluate import ANY, PERPLEXITY, known_settings
     from titans.tasks import TASKS
 
     for name, task in TASKS.items():
         fields: Any = dataclasses.fields(task)  # type: ignore[arg-type]
         settings = ", ".join(f"{field.name}={_plain(field.default)}" for field in fields)
         typer.echo(f"{name}: {task.title}. {task.source}\n    {settings}")
+    for name in (PERPLEXITY, *harness.TASKS):
+        about = "Loss along a text." if name == PERPLEXITY else "Common sense, through lm-eval."
+        typer.echo(f"{name}: {about}\n    {', '.join(known_settings(name))}")
+    typer.echo(f"{ANY}NAME: any other task of lm-eval.")
 
 
 def _plain(value: Any) -> str:

@@ -97,6 +97,40 @@ def ablation(
     typer.echo(f"Report: {out / 'report.html'}, {out / 'ablation.json'}, {out / 'ablation.md'}")
 
 
+@app.command("depth")
+def depth(
+    data: Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")],
+    out: Annotated[Path, typer.Option(help="Folder; runs that it has are kept.")] = Path("runs/depth"),
+    depths: Annotated[str, typer.Option(help="Layers of the memory, with commas between.")] = "1,2,3,4",
+    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
+    tokens: Annotated[int, typer.Option(help="Tokens of a run.")] = 500_000,
+    read: Annotated[int, typer.Option(min=64, help="Tokens that a model reads at a stretch when it is tested.")] = 2048,
+    field: Annotated[list[str], typer.Option(help="Of our configs, NAME=VALUE.")] = [],  # noqa: B006
+    at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
+    quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+) -> None:
+    """Train memories of one to four layers, and see how the loss falls along the text: the paper's Figure 7."""
+    from titans.experiments.depth import run_depth
+    from titans.experiments.lm import LMExperiment
+
+    try:
+        language = LMExperiment(
+            data=str(data),
+            out=str(out),
+            seeds=numbers(seeds, "--seeds"),
+            tokens=tokens,
+            fields=pairs(field, "--field"),
+            at_a_time=at_a_time,
+            quick=quick,
+        )
+        with bar() as move:
+            run_depth(language, out, numbers(depths, "--depths"), read, move, _command())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo((out / "depth.md").read_text(encoding="utf-8"))
+    typer.echo(f"Report: {out / 'report.html'}, {out / 'depth.json'}, {out / 'depth.md'}")
+
+
 def _command() -> str:
     return shlex.join(["titans", *sys.argv[1:]])
 

@@ -15,15 +15,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from titans.evaluation import harness
+from titans.evaluation.language import perplexity
 from titans.evaluation.score import CONTROLS, score
 from titans.evaluation.statistics import bootstrap
 from titans.files import write_atomically
 from titans.models.loading import bytes_for, load_model, read_config, sentence
-from titans.tasks import Task, example, make_tasks
+from titans.tasks import TASKS, Task, deal_settings, example, make_task, settings_of
 from titans.training.config import RUN, read_yaml
 
 EVAL = "eval.json"
 FORMAT = 1
+PERPLEXITY = "perplexity"
+ANY = "lm-eval:"  # before the name of any task of lm-eval
 Result = dict[str, Any]
 Progress = Callable[[int, int, str], None]  # cells done, cells in all, the one that is being measured
 
@@ -34,7 +38,7 @@ class Evaluation:
 
     Attributes:
         model: a folder written by ``save_pretrained``, or a name on the hub.
-        tasks: names of :data:`titans.tasks.TASKS`.
+        tasks: names of :data:`titans.tasks.TASKS`, perplexity, or tasks of lm-eval; see :func:`known_settings`.
         out: folder of the results.
         settings: of the tasks; see :func:`titans.tasks.make_tasks`.
         samples: sequences of a cell, at most.
@@ -61,6 +65,8 @@ class Evaluation:
             raise ValueError(f"seed is {self.seed}; expected at least 0")
         if self.control is not None and self.control not in CONTROLS:
             raise ValueError(f"control is {self.control!r}; expected one of {', '.join(CONTROLS)}")
+        if self.control is not None and any(name not in TASKS for name in self.tasks):
+            raise ValueError(f"control is {self.control!r}; expected tasks of {', '.join(TASKS)}")
         if not self.tasks:
             raise ValueError("tasks is empty; expected at least one")
 
@@ -75,30 +81,72 @@ def evaluate(
         progress: told before each cell.
         command: what the results say they were made with.
     """
-    tasks = make_tasks(evaluation.tasks, evaluation.settings)
+    settings = deal_settings({name: known_settings(name) for name in evaluation.tasks}, evaluation.settings)
+    tasks = [make_task(name, settings[name]) for name in evaluation.tasks if name in TASKS]
+    others = [name for name in evaluation.tasks if name not in TASKS]
     model, tokenizer = load_model(evaluation.model, evaluation.device)
     if evaluation.fields:
         model = changed(model, evaluation.fields)
-    if tokenizer is None and any(task.vocab_size is None for task in tasks):
+    if tokenizer is None and (others or any(task.vocab_size is None for task in tasks)):
         tokenizer = bytes_for(model, evaluation.model)
     result = _open(evaluation, model, overwrite, command)
-    plan = [(task, group) for task in tasks for group in task.groups()]
-    for task in tasks:
-        _describe(task, evaluation, result, overwrite)
-    for number, (task, group) in enumerate(plan):
-        entry = result["tasks"][key_of(task.name, evaluation)]
-        if any(cell["group"] == group for cell in entry["cells"]):
+    abouts = [_about_task(task) for task in tasks] + [_about_other(name, settings[name]) for name in others]
+    for name, about in zip([*(task.name for task in tasks), *others], abouts, strict=True):
+        _enter(name, about, evaluation, result, overwrite)
+    plan: list[tuple[str, Any, Any]] = [(task.name, task, group) for task in tasks for group in task.groups()]
+    plan += [(name, None, None) for name in others]
+    for number, (name, task, group) in enumerate(plan):
+        entry = result["tasks"][key_of(name, evaluation)]
+        if any(cell["group"] == group or task is None for cell in entry["cells"]):
             continue
         if progress is not None:
-            words = ", ".join(f"{name} {value}" for name, value in group.items())
-            progress(number, len(plan), f"{task.name}: {words}")
+            words = [] if group is None else [f"{key} {value}" for key, value in group.items()]
+            progress(number, len(plan), ", ".join([name, *words]))
         start = time.perf_counter()
-        entry["cells"].append(measure(model, task, group, tokenizer, evaluation))
+        if task is None:
+            entry["cells"] += _measure_other(name, model, tokenizer, settings[name])
+        else:
+            entry["cells"].append(measure(model, task, group, tokenizer, evaluation))
         entry["seconds"] = round(entry["seconds"] + time.perf_counter() - start, 2)
         save_result(evaluation.out, result)
     if progress is not None:
         progress(len(plan), len(plan), "done")
     return result
+
+
+def known_settings(name: str) -> list[str]:
+    """The settings of anything that can be measured; a ``ValueError`` lists what there is."""
+    if name in TASKS:
+        return settings_of(name)
+    if name == PERPLEXITY:
+        return ["data", "context", "length", "stride", "split", "limit", "batch_size"]
+    if name in harness.TASKS or name.startswith(ANY):
+        return ["data", "limit", "batch_size", "num_fewshot", "include_path"]
+    known = [*TASKS, PERPLEXITY, *harness.TASKS]
+    raise ValueError(f"task is {name!r}; expected one of {', '.join(known)}, or {ANY}NAME, any task of lm-eval")
+
+
+def _measure_other(name: str, model: PreTrainedModel, tokenizer: Any, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """All cells of what is not asked by a task of ours."""
+    if name == PERPLEXITY:
+        if "data" not in settings:
+            raise ValueError("perplexity needs text; expected the setting data, a file or a prepared folder")
+        found = perplexity(model, tokenizer, **settings)
+        whole = {key: found[key] for key in ("loss", "perplexity", "bits_per_byte", "tokens")}
+        return [cell | {"whole": whole} for cell in found["cells"]]
+    cells: list[dict[str, Any]] = harness.evaluate_with_harness(model, tokenizer, [name.removeprefix(ANY)], **settings)[
+        "cells"
+    ]
+    return cells
+
+
+def _about_other(name: str, settings: dict[str, Any]) -> dict[str, Any]:
+    about: dict[str, Any] = {"chance": None, "settings": settings, "unit": ""}
+    if name == PERPLEXITY:
+        named = {"title": "Loss along the text", "source": "the text that is given", "metric": "loss"}
+        return about | named | {"unit": "nats per token", "better": "lower", "axes": ["position"]}
+    named = {"title": name.removeprefix(ANY), "source": "lm-eval", "metric": "accuracy", "better": "higher"}
+    return about | named | {"axes": ["task"]}
 
 
 def key_of(task: str, evaluation: Evaluation) -> str:
@@ -208,10 +256,8 @@ def _fingerprint(model: PreTrainedModel) -> str:
     return digest.hexdigest()[:16]
 
 
-def _describe(task: Task, evaluation: Evaluation, result: Result, overwrite: bool) -> None:
-    """The entry of a task, new or as it is; a ``ValueError`` if it was made with other settings."""
-    key = key_of(task.name, evaluation)
-    about = {
+def _about_task(task: Task) -> dict[str, Any]:
+    return {
         "title": task.title,
         "source": task.source,
         "metric": task.metric,
@@ -220,26 +266,31 @@ def _describe(task: Task, evaluation: Evaluation, result: Result, overwrite: boo
         "chance": task.chance,
         "axes": list(task.axes),
         "settings": json.loads(json.dumps(task.settings())),
+    }
+
+
+def _enter(name: str, about: dict[str, Any], evaluation: Evaluation, result: Result, overwrite: bool) -> None:
+    """The entry of a task, new or as it is; a ``ValueError`` if it was made with other settings."""
+    key = key_of(name, evaluation)
+    about |= {
         "samples": evaluation.samples,
         "seed": evaluation.seed,
         "control": evaluation.control,
         "fields": evaluation.fields,
         "trained_at": result["model"]["trained_at"],
+        "cells": [],
+        "seconds": 0.0,
     }
     old = result["tasks"].get(key)
     if old is not None and not overwrite:
-        # lengths and depths may be added to
-        fixed = [name for name in about["settings"] if not _is_axis(name, task.axes)]
-        for name in ("samples", "seed"):
-            if old[name] != about[name]:
-                raise ValueError(_differs(key, evaluation.out, name, old[name], about[name]))
-        for name in fixed:
-            before = old["settings"].get(name)
-            if before != about["settings"][name]:
-                raise ValueError(_differs(key, evaluation.out, name, before, about["settings"][name]))
+        for each in ("samples", "seed"):
+            if old[each] != about[each]:
+                raise ValueError(_differs(key, evaluation.out, each, old[each], about[each]))
+        for each in {**old["settings"], **about["settings"]}:
+            before, now = old["settings"].get(each), about["settings"].get(each)
+            if before != now and not _is_axis(each, about["axes"]):  # lengths and depths may be added to
+                raise ValueError(_differs(key, evaluation.out, each, before, now))
         about |= {"cells": old["cells"], "seconds": old["seconds"]}
-    else:
-        about |= {"cells": [], "seconds": 0.0}
     result["tasks"][key] = about
 
 

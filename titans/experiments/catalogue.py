@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from titans.evaluation.score import CONTROLS
-from titans.experiments.runs import Test
+from titans.experiments.runs import Exam
 from titans.experiments.tasks import TaskExperiment
 
 SMALL = "1.5m"
@@ -51,7 +51,7 @@ def needle(settings: Mapping[str, Any]) -> TaskExperiment:
         "are trained on sequences of at most 1,024 tokens and tested on up to 16,384.",
         {name: {"name": name, "size": SMALL} for name in names},
         train,
-        [Test(tasks, dict(settings), samples=10)],
+        [Exam(tasks, dict(settings), samples=10)],
     )
 
 
@@ -70,7 +70,7 @@ def babilong(settings: Mapping[str, Any]) -> TaskExperiment:
         "trained on sequences of at most 1,024 tokens and tested on up to 65,536.",
         {name: {"name": name, "size": SMALL} for name in names},
         train,
-        [Test(("babilong",), dict(settings), samples=50)],
+        [Exam(("babilong",), dict(settings), samples=50)],
     )
 
 
@@ -97,7 +97,7 @@ def tracking(task: str) -> Make:
             "with chunk 1 is non-linear from token to token.",
             rows,
             train,
-            [Test((task,), dict(settings), samples=100)],
+            [Exam((task,), dict(settings), samples=100)],
         )
 
     return make
@@ -115,7 +115,7 @@ def reassigned(settings: Mapping[str, Any]) -> TaskExperiment:
         "Keys get a value, some of them another one later, and each is asked for at the end: the latest counts.",
         rows,
         train,
-        [Test(("reassigned",), dict(settings), samples=200)],
+        [Exam(("reassigned",), dict(settings), samples=200)],
     )
 
 
@@ -132,10 +132,10 @@ def recall(settings: Mapping[str, Any]) -> TaskExperiment:
         "Eight pairs at the start, asked for at the end. Trained at 64 tokens, tested on up to 1,024.",
         rows,
         train,
-        [Test(("recall",), dict(settings), samples=64)],
+        [Exam(("recall",), dict(settings), samples=64)],
         [
-            *(Test(("recall",), {"lengths": [64, 1024], **settings}, samples=64, control=name) for name in CONTROLS),
-            *(Test(("recall",), {"lengths": [64, 1024], **settings}, samples=64, fields=chunks) for chunks in CHUNKS),
+            *(Exam(("recall",), {"lengths": [64, 1024], **settings}, samples=64, control=name) for name in CONTROLS),
+            *(Exam(("recall",), {"lengths": [64, 1024], **settings}, samples=64, fields=chunks) for chunks in CHUNKS),
         ],
     )
 

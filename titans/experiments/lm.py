@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from titans.experiments.runs import Job, Progress, Test, check_jobs, run_folder, run_jobs
+from titans.experiments.runs import Exam, Job, Progress, check_jobs, run_folder, run_jobs
 from titans.files import write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
@@ -64,7 +64,7 @@ class LMExperiment:
     weight_decay: float = 0.1
     rates: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
-    tests: tuple[Test, ...] = ()
+    tests: tuple[Exam, ...] = ()
     evaluations: int = 8
     at_a_time: int = 2
     quick: bool = False

@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is ru
 
 
 @dataclass(frozen=True)
-class Test:
+class Exam:
     """Tasks that a trained model is given.
 
     Attributes:
@@ -43,7 +43,7 @@ class Job:
     """A model to train, and what it is tested with afterwards."""
 
     config: TrainConfig
-    tests: tuple[Test, ...] = ()
+    tests: tuple[Exam, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -145,5 +145,5 @@ def main() -> None:
 
     torch.set_num_threads(1)
     about = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    tests = (Test(**test | {"tasks": tuple(test["tasks"])}) for test in about["tests"])
+    tests = (Exam(**test | {"tasks": tuple(test["tasks"])}) for test in about["tests"])
     Job(TrainConfig(**about["train"]), tuple(tests)).run()

@@ -11,7 +11,7 @@ from typing import Any
 
 from titans.evaluation.evaluate import EVAL
 from titans.evaluation.report import Section, Table, result_tables, summarise, write_report
-from titans.experiments.runs import Job, Progress, Test, check_jobs, run_folder, run_jobs
+from titans.experiments.runs import Exam, Job, Progress, check_jobs, run_folder, run_jobs
 from titans.files import write_atomically
 from titans.models.configuration import VARIANTS
 from titans.training.config import RESULT, TrainConfig
@@ -39,8 +39,8 @@ class TaskExperiment:
     about: str
     rows: Mapping[str, Mapping[str, Any]]
     train: Mapping[str, Any]
-    tests: Sequence[Test]
-    controls: Sequence[Test] = ()
+    tests: Sequence[Exam]
+    controls: Sequence[Exam] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ def run_tasks(
     check_jobs(jobs)
     run_jobs(jobs, at_a_time, progress)
     labels = [label for _ in experiment.seeds for label in experiment.rows]
-    results = [_read(job, label) for job, label in zip(jobs, labels, strict=True)]
+    results = [read_result(job, label) for job, label in zip(jobs, labels, strict=True)]
     report = {
         "name": experiment.name,
         "title": experiment.title,
@@ -103,7 +103,7 @@ def run_tasks(
     return report
 
 
-def _read(job: Job, label: str) -> dict[str, Any]:
+def read_result(job: Job, label: str) -> dict[str, Any]:
     """The results of a run, under the label of its model."""
     result: dict[str, Any] = json.loads((job.folder / EVAL).read_text(encoding="utf-8"))
     result["model"]["name"] = label

@@ -116,10 +116,13 @@ class Recall(PairTask):
     Attributes:
         lengths: of the sequences of a test.
         vary: train with any number of pairs, up to ``pairs``.
+        depths: shares of the fillers before the questions that stand before the pairs, an axis of the test, while any
+            is trained with; none: the pairs stand at the start.
     """
 
     lengths: tuple[int, ...] = (64, 128, 256, 512, 1024)
     vary: bool = False
+    depths: tuple[float, ...] = ()
 
     name: ClassVar[str] = "recall"
     title: ClassVar[str] = "Associative recall"
@@ -132,24 +135,34 @@ class Recall(PairTask):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_lengths("lengths", self.lengths, 3 * self.pairs)
+        if not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths is {self.depths}; expected numbers from 0 to 1, or none")
+        if self.depths:
+            object.__setattr__(self, "axes", ("length", "depth"))
 
     def groups(self) -> list[dict[str, Any]]:
-        """A length each."""
-        return [{"length": length} for length in self.lengths]
+        """A length each; if there are depths, with each of them."""
+        if not self.depths:
+            return [{"length": length} for length in self.lengths]
+        return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """The whole length, and all pairs or, if they vary, any number that fits."""
+        """The whole length, all pairs or, if they vary, any number that fits, and any depth if there are some."""
         pairs = rng.randint(1, max(1, min(self.pairs, length // 3))) if self.vary else self.pairs
-        return {"length": length, "pairs": pairs}
+        return {"length": length, "pairs": pairs} | ({"depth": rng.random()} if self.depths else {})
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
-        """A sequence with the group's length and, if it says so, its number of pairs."""
-        length, pairs = group["length"], group.get("pairs", self.pairs)
+        """A sequence with the group's length and, if it says so, its number of pairs and their depth."""
+        length, pairs, depth = group["length"], group.get("pairs", self.pairs), group.get("depth", 0.0)
         if length < 3 * pairs:
             raise ValueError(f"length is {length}; expected at least {3 * pairs}, 3 for each pair")
+        if not 0 <= depth <= 1:
+            raise ValueError(f"depth is {depth}; expected 0 to 1")
         values = self.draw_pairs(rng, pairs, split)
-        tokens = [token for pair in values.items() for token in pair]
-        return ask_at_the_end(rng, tokens + self.draw_fillers(rng, length - 2 * pairs), values, 2 * pairs)
+        told = [token for pair in values.items() for token in pair]
+        fillers = self.draw_fillers(rng, length - 2 * pairs)
+        before = round(depth * max(0, length - 4 * pairs))  # the questions are among the last 2 x pairs
+        return ask_at_the_end(rng, fillers[:before] + told + fillers[before:], values, 2 * pairs)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,80 @@
+"""`titans eval`: results and report of a saved model, and one sentence for what is wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.evaluation.test_evaluate import FIELDS
+from titans import TitansConfig, TitansForCausalLM
+from titans.cli import main
+from titans.models.tokenizer import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    TitansForCausalLM(TitansConfig(**FIELDS | {"vocab_size": 257})).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def call(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as stopped:
+        main(["eval", *words])
+    captured = capsys.readouterr()
+    return int(stopped.value.code or 0), captured.out, captured.err
+
+
+def test_tasks_are_measured_and_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("To be, or not to be. " * 20)
+    code, out, _ = call(
+        str(model), "--tasks", "recall,needle-noise,perplexity", "--set", "lengths=512,640", "--set", "depths=0.5",
+        "--set", f"perplexity.data={text}", "--set", "pairs=2", "--quick", "--out", str(tmp_path / "out"),
+        capsys=capsys,
+    )  # fmt: skip
+    assert code == 0
+    result = json.loads((tmp_path / "out" / "eval.json").read_text())
+    assert list(result["tasks"]) == ["recall", "needle-noise", "perplexity"]
+    assert [len(entry["cells"]) for entry in result["tasks"].values()] == [2, 2, 4]
+    assert result["command"].startswith("titans")
+    assert (tmp_path / "out" / "report.html").is_file() and "report.html" in out
+
+
+def test_the_list_of_tasks_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = call("--list", capsys=capsys)
+    assert code == 0
+    for name in ("needle-noise", "babilong", "mqar", "s5", "perplexity", "piqa"):
+        assert f"\n{name}: " in f"\n{out}"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--tasks", "needles"), "task is 'needles'; expected one of needle-noise, "),
+        (("--tasks", "recall", "--set", "pears=2"), "pears is not a setting of recall"),
+        (("--tasks", "recall", "--set", "pairs"), "--set takes NAME=VALUE, got 'pairs'."),
+        (("--tasks", "recall", "--control", "off"), "control is 'off'; expected one of no-writes, reset, swap"),
+        (("--tasks", "needle-essay", "--set", "haystack=nowhere"), "nowhere has no text"),
+        (("--tasks", "perplexity"), "perplexity needs text; expected the setting data"),
+        (("--tasks", "recall", "--field", "memory_size=2"), "memory_size is not a field of the model's config"),
+        ((), "a model and --tasks are needed"),
+    ],
+)
+def test_what_is_wrong_is_one_sentence_and_nothing_is_written(
+    words: tuple[str, ...], said: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, err = call(str(model), *words, "--out", str(tmp_path / "out"), capsys=capsys)
+    assert code == 2 and out == ""
+    assert said in err and err.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_is_no_model_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = call(str(tmp_path), "--tasks", "recall", capsys=capsys)
+    assert code == 2 and "expected a folder written by save_pretrained" in err

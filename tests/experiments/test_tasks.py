@@ -1,0 +1,108 @@
+"""Experiments on tasks: all runs and tests are made once, and what they report is what the runs say."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from titans.experiments import ON_TASKS, runs
+from titans.experiments.catalogue import EXPERIMENTS, PARTS
+from titans.experiments.runs import Job, Exam, main, run_jobs
+from titans.experiments.tasks import TaskExperiment, run_tasks
+from titans.models.baselines import NAMES
+from titans.training.config import TrainConfig
+
+FIELDS: dict[str, Any] = {
+    "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "memory_heads": 1, "segment_size": 8,
+    "window_size": 8, "num_persistent_tokens": 2, "intermediate_size": 16,
+}  # fmt: skip
+SETTINGS = {"pairs": 2}
+EXPERIMENT = TaskExperiment(
+    "small",
+    "A small experiment",
+    "Two models.",
+    {"MAC": {"name": "mac", **FIELDS}, "window": {"name": "sliding-window", **FIELDS}},
+    {"data": "task:recall", "task": SETTINGS, "length": 16, "batch_tokens": 64, "steps": 4, "trackers": []},
+    [Exam(("recall",), {**SETTINGS, "lengths": [16, 32]}, samples=4)],
+    [Exam(("recall",), {**SETTINGS, "lengths": [16]}, samples=4, control="swap")],
+).quick()
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Runs are made in this process, one after the other; the names of those that were started."""
+    started = []
+
+    class Done:
+        returncode = 0
+
+        def poll(self) -> int:
+            return 0
+
+    def start(job: Job) -> Done:
+        started.append(job.name)
+        job.run()
+        return Done()
+
+    monkeypatch.setattr(runs, "_start", start)
+    monkeypatch.setattr(runs, "POLL", 0.0)
+    return started
+
+
+def test_an_experiment_trains_tests_and_reports_and_does_nothing_twice(here: list[str], tmp_path: Path) -> None:
+    report = run_tasks(EXPERIMENT, tmp_path, command="titans experiment small")
+    assert here == ["MAC-0", "window-0"]
+    mac, window = report["results"]
+    assert (mac["model"]["name"], window["model"]["name"]) == ("MAC", "window")
+    assert list(mac["tasks"]) == ["recall", "recall swap"] and list(window["tasks"]) == ["recall"]
+    assert [cell["group"]["length"] for cell in mac["tasks"]["recall"]["cells"]] == [16, 32]
+    assert mac["training"]["steps"] == 4
+    assert json.loads((tmp_path / "small.json").read_text())["results"] == report["results"]
+    text = (tmp_path / "small.md").read_text()
+    assert "titans experiment small" in text and "| MAC |" in text
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "recall.png").is_file()
+
+    again = run_tasks(EXPERIMENT, tmp_path)
+    assert here == ["MAC-0", "window-0"] and again["results"] == report["results"]
+    longer = replace(EXPERIMENT, tests=[Exam(("recall",), {**SETTINGS, "lengths": [16, 32, 64]}, samples=2)])
+    grown = run_tasks(longer, tmp_path)
+    assert len(here) == 4 and len(grown["results"][0]["tasks"]["recall"]["cells"]) == 3
+    with pytest.raises(ValueError, match=r"has batch_tokens 64, this one 32; expected another --out"):
+        run_tasks(replace(EXPERIMENT, train={**EXPERIMENT.train, "batch_tokens": 32}), tmp_path)
+
+
+def test_a_job_file_is_all_that_a_process_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = EXPERIMENT.jobs(tmp_path)[0]
+    about = {"train": job.config.to_dict(), "tests": json.loads(job._tests())}
+    (tmp_path / "job.yaml").write_text(yaml.safe_dump(about))
+    monkeypatch.setattr("sys.argv", ["job", str(tmp_path / "job.yaml")])
+    assert not job.is_done()
+    main()
+    assert job.is_done()
+    with_more = Job(job.config, (*job.tests, Exam(("recall",), SETTINGS, samples=3)))
+    assert with_more.is_trained() and not with_more.is_done()
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
+    config = TrainConfig(**{**EXPERIMENT.train, "task": {"pairs": 99}}, output=str(tmp_path / "runs" / "bad-0"))
+    with pytest.raises(ValueError, match=r"the run bad-0 failed, see .*bad-0.log: ValueError: .*pairs is 99"):
+        run_jobs([Job(config)], 1)
+
+
+def test_the_command_line_knows_every_experiment_and_all_their_models_can_be_built() -> None:
+    assert list(ON_TASKS) == list(EXPERIMENTS)
+    for name, make in EXPERIMENTS.items():
+        experiment = make({})
+        assert experiment.name.startswith(name)
+        for job in experiment.jobs(Path("runs")):
+            assert job.config.model["name"] in NAMES
+        assert experiment.only([next(iter(experiment.rows))]).rows.keys() <= experiment.rows.keys()
+        with pytest.raises(ValueError, match="models has 'x'; expected some of"):
+            experiment.only(["x"])
+    assert "without forgetting" in PARTS

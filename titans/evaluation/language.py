@@ -1,0 +1,271 @@
+"""How well a model predicts a text: the loss of each token, of the tokens at each position, and bits per byte."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from statistics import fmean
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from titans.evaluation.score import PIECE, check
+from titans.evaluation.statistics import bootstrap
+from titans.models import TitansForCausalLM
+from titans.models.text import encode_blocks, opening, read_text
+from titans.tasks import Example
+from titans.tasks.background import text_files
+
+CONTEXTS = {
+    "streamed": "each text from its beginning to its end, the memory running on",
+    "sliding": "windows that overlap, each with a fresh memory; what two of them have is judged in the first",
+}
+BUCKET = 64  # positions of the first bucket; each one after it ends at twice as many
+STRETCHES = 256  # values that are kept of a bucket, at most
+PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
+PREPARED = "prepared.json"  # what `titans prepare` leaves in a folder
+
+
+def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> Tensor:
+    """The loss of each token given those before it in its row, in nats.
+
+    Args:
+        model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
+        ids: (batch, length); rows may be filled up at the end, which changes nothing before it.
+        piece: tokens of a call.
+
+    Returns:
+        (batch, length); NaN for the first token of a row, which nothing stands before.
+    """
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected (batch, length) with a length of at least 2")
+    if piece < 1:
+        raise ValueError(f"piece is {piece}; expected at least 1")
+    check(model, [Example(row[i : len(row) - 1 + i], ()) for row in ids.tolist() for i in (0, 1)])
+    goes_on = isinstance(model, TitansForCausalLM)
+    ids = ids.to(model.device)
+    was_training = model.training
+    model.eval()
+    losses, cache = [], None
+    try:
+        with torch.no_grad():
+            step = piece if goes_on else ids.shape[1]
+            for start in range(0, ids.shape[1] - 1, step):
+                stop = min(start + step, ids.shape[1] - 1)
+                options = {"past_key_values": cache} if goes_on else {}
+                output = model(input_ids=ids[:, start:stop], use_cache=goes_on, **options)
+                cache = output.past_key_values if goes_on else None
+                logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+                wanted = ids[:, start + 1 : stop + 1]
+                found = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+                losses.append(found.view(wanted.shape))
+    finally:
+        model.train(was_training)
+    first = torch.full_like(losses[0][:, :1], math.nan)
+    return torch.cat([first, *losses], dim=1)
+
+
+class Stretch(NamedTuple):
+    """Tokens that a model reads in one go, and which of them is the first to be judged."""
+
+    ids: Sequence[int]
+    judged: int
+
+
+def perplexity(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: str | Sequence[str],
+    *,
+    context: str = "streamed",
+    length: int | None = None,
+    stride: int | None = None,
+    split: str | None = None,
+    limit: int | None = None,
+    batch_size: int = 1,
+    piece: int = PIECE,
+    on_tokens: Callable[[int], None] | None = None,
+) -> dict[str, Any]:
+    """The loss of a model on text, all in all and along the text.
+
+    A text begins with the special tokens that the tokenizer begins texts with, which are not judged; where there are
+    none, its first token is not, because nothing stands before it. Ends of texts are left out.
+
+    Args:
+        data: text files, folders with .txt files, or a folder that `titans prepare` wrote.
+        context: a key of :data:`CONTEXTS`.
+        length: streamed: tokens that are read of each text, at most; None: all. Sliding: of a window.
+        stride: sliding: how far a window lies behind the one before; None: as far as it is long.
+        split: of prepared data; None: validation, or test, or train, whichever is there.
+        limit: tokens of the data that are used, from the first on; None: all.
+        batch_size: texts or windows that are read side by side.
+        piece: tokens of a call, for our models.
+        on_tokens: told how many tokens have been read.
+
+    Returns:
+        loss, perplexity, bits_per_byte, tokens and bytes that were judged, texts, split, and cells: for each bucket of
+        positions the mean loss of the tokens that have so many tokens before them, up to but without ``position``; its
+        values are those of up to 256 stretches of the data, in order.
+    """
+    _check(context, length, stride, limit, batch_size)
+    start = opening(tokenizer)
+    split, texts = read_texts(data, tokenizer, split)
+    total = _Total()
+
+    def stretches() -> Iterator[Stretch]:
+        for text in texts if limit is None else _first(texts, limit):
+            ids = [*start, *text]
+            if context == "streamed" and length is not None:
+                ids = ids[: length + 1]
+            judged = max(1, len(start))
+            if len(ids) <= judged:
+                continue
+            total.texts += 1
+            total.bytes += len(tokenizer.decode(ids[judged:], **PLAIN).encode())
+            window = length if context == "sliding" and length is not None else len(ids)
+            yield from windows(ids, judged, window, stride or window)
+
+    rest = stretches()
+    while batch := list(islice(rest, batch_size)):
+        ids = torch.zeros(len(batch), max(len(each.ids) for each in batch), dtype=torch.int64)
+        for row, each in enumerate(batch):
+            ids[row, : len(each.ids)] = torch.tensor(each.ids)
+        for losses, each in zip(position_losses(model, ids, piece).cpu().double().numpy(), batch, strict=True):
+            total.add(losses[: len(each.ids)], each.judged)
+        if on_tokens is not None:
+            on_tokens(total.tokens)
+    if not total.tokens:
+        raise ValueError(f"{data} has nothing to predict; expected text of at least 2 tokens")
+    about = {"context": context, "length": length, "stride": stride, "split": split}
+    return total.result() | about
+
+
+def _check(context: str, length: int | None, stride: int | None, limit: int | None, batch_size: int) -> None:
+    if context not in CONTEXTS:
+        raise ValueError(f"context is {context!r}; expected one of {', '.join(CONTEXTS)}")
+    if context == "sliding" and length is None:
+        raise ValueError("length is None and context is 'sliding'; expected the tokens of a window")
+    if context != "sliding" and stride is not None:
+        raise ValueError(f"stride is {stride} and context is {context!r}; expected context 'sliding'")
+    for name, value in (("length", length), ("stride", stride), ("limit", limit), ("batch_size", batch_size)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; expected at least 1")
+    if stride is not None and length is not None and stride > length:
+        raise ValueError(f"stride is {stride}; expected at most length, {length}, so that no token is left out")
+
+
+def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterator[Stretch]:
+    """Windows in which ``length`` tokens are read and as many predicted, so that each but the first is judged once."""
+    begin = 0
+    while True:
+        part = ids[begin : begin + length + 1]
+        yield Stretch(part, judged)
+        done = begin + len(part)
+        if done == len(ids):
+            return
+        begin += stride
+        judged = done - begin
+
+
+def _first(texts: Iterable[Sequence[int]], limit: int) -> Iterator[Sequence[int]]:
+    for text in texts:
+        yield text[:limit]
+        limit -= len(text)
+        if limit <= 0:
+            return
+
+
+def read_texts(
+    data: str | Sequence[str], tokenizer: Any, split: str | None = None
+) -> tuple[str | None, Iterator[Sequence[int]]]:
+    """The split that is read, None for files, and the tokens of each text, without special ones at its ends."""
+    names = [data] if isinstance(data, str) else list(data)
+    if len(names) == 1 and (Path(names[0]) / PREPARED).is_file():
+        return _prepared(names[0], tokenizer, split)
+    if split is not None:
+        raise ValueError(f"split is {split!r}; expected data that `titans prepare` wrote, as text files have no splits")
+    files = [file for name in names for file in text_files(name)]
+    return None, (_read(file, tokenizer) for file in files)
+
+
+def _read(file: Path, tokenizer: Any) -> list[int]:
+    with file.open("rb") as source:
+        return [token for block in encode_blocks(tokenizer, read_text(source, str(file))) for token in block]
+
+
+def _prepared(folder: str, tokenizer: Any, split: str | None) -> tuple[str, Iterator[Sequence[int]]]:
+    from titans.models.tokenizer import load_tokenizer
+    from titans.training.data import TokenStore
+    from titans.training.prepare import load_prepared
+
+    prepared = load_prepared(folder)
+    if load_tokenizer(str(prepared.tokenizer_folder)).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"data is {folder!r}; expected data that was prepared with the tokenizer of the model")
+    chosen = split or next((name for name in ("validation", "test") if name in prepared.splits), "train")
+    store = TokenStore(prepared.open(chosen))
+
+    def texts() -> Iterator[Sequence[int]]:
+        for begin, end in zip(store.starts[:-1].tolist(), store.starts[1:].tolist(), strict=True):
+            ids = store.read(begin, end).tolist()
+            yield ids[:-1] if ids and ids[-1] == prepared.eos_token_id else ids
+
+    return chosen, texts()
+
+
+class _Total:
+    """Sums of losses and how many there are, of each bucket and stretch."""
+
+    def __init__(self) -> None:
+        self.texts = self.tokens = self.bytes = 0
+        self.loss = 0.0
+        self.buckets: dict[int, list[tuple[float, int]]] = {}
+
+    def add(self, losses: np.ndarray[Any, np.dtype[np.float64]], judged: int) -> None:
+        """Of a stretch, (length,), from the first that is judged on."""
+        begin, end = 0, BUCKET
+        while begin < len(losses):
+            part = losses[max(begin, judged) : end]
+            if len(part):
+                self.buckets.setdefault(end, []).append((float(part.sum()), len(part)))
+            begin, end = end, 2 * end
+        self.loss += float(losses[judged:].sum())
+        self.tokens += len(losses) - judged
+
+    def result(self) -> dict[str, Any]:
+        loss = self.loss / self.tokens
+        finite = math.isfinite(loss)
+        return {
+            "loss": loss if finite else None,
+            "perplexity": math.exp(min(loss, 700.0)) if finite else None,  # more than that is no number
+            "bits_per_byte": self.loss / math.log(2) / self.bytes if finite and self.bytes else None,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "texts": self.texts,
+            "cells": [self._cell(end) for end in sorted(self.buckets)],
+        }
+
+    def _cell(self, end: int) -> dict[str, Any]:
+        sums, counts = np.array(self.buckets[end]).T
+        parts = min(STRETCHES, len(sums))
+        values = [
+            float(a.sum() / b.sum())
+            for a, b in zip(np.array_split(sums, parts), np.array_split(counts, parts), strict=True)
+        ]
+        value = float(sums.sum() / counts.sum())
+        finite = math.isfinite(value)
+        # stretches differ in length, so that the mean of their means is another number
+        ends = [value + each - fmean(values) for each in bootstrap(values)] if finite else [None, None]
+        return {
+            "group": {"position": end},
+            "value": value if finite else None,
+            "low": ends[0],
+            "high": ends[1],
+            "count": int(counts.sum()),
+            "values": [round(each, 6) if math.isfinite(each) else None for each in values],
+        }

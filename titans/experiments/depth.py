@@ -1,0 +1,68 @@
+"""The paper's Figure 7 at a small scale: how deep a memory should be, by the loss along ever longer texts."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from titans.evaluation.report import Section, Table, write_report
+from titans.experiments.lm import LMExperiment, run_experiment
+from titans.experiments.runs import Exam, Job, Progress
+from titans.experiments.tasks import as_markdown, read_result
+from titans.files import write_atomically
+
+DEPTHS = (1, 2, 3, 4)
+READ = 2048  # tokens that a model reads with one memory when it is tested
+LIMIT = 65536  # tokens of the validation text that it is tested on
+
+
+def run_depth(
+    language: LMExperiment,
+    out: Path,
+    depths: Sequence[int] = DEPTHS,
+    read: int = READ,
+    progress: Progress | None = None,
+    command: str = "",
+) -> dict[str, Any]:
+    """Trains an LMM of every depth; writes depth.json, depth.md, the page and its pictures into ``out``.
+
+    Args:
+        language: the runs; its models are replaced by those of the depths.
+        depths: layers of the memory.
+        read: tokens that a trained model reads, to see how its loss falls along them.
+    """
+    if not depths or min(depths) < 1:
+        raise ValueError(f"depths is {list(depths)}; expected one or more numbers of at least 1")
+    rows: dict[str, dict[str, Any]] = {f"depth {depth}": {"name": "lmm", "memory_depth": depth} for depth in depths}
+    settings = {"data": language.data, "context": "sliding", "length": read, "limit": READ if language.quick else LIMIT}
+    language = replace(language, models=tuple(rows), rows=rows, out=str(out), tests=(Exam(("perplexity",), settings),))
+    texts = run_experiment(language, progress)
+    results = [read_result(Job(language.config(label, seed)), label) for seed in language.seeds for label in rows]
+    table = depth_table(texts["table"], results)
+    report = {"name": "depth", "command": command, "date": time.strftime("%Y-%m-%d"), "results": results, **texts}
+    write_atomically(out / "depth.json", json.dumps(report, indent=1, allow_nan=False).encode())
+    write_atomically(out / "depth.md", (as_markdown(table) + "\n").encode())
+    about = (
+        f"LMM with a memory of one to {max(depths)} layers, {language.size} parameters each, trained on "
+        f"{language.tokens:,} tokens in sequences of {language.length}, tested on {read:,} tokens at a stretch."
+    )
+    write_report(results, out, "How deep a memory should be", [Section("All in all", [about], [table])])
+    return report
+
+
+def depth_table(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> Table:
+    """The validation loss at the training length and what training cost, by depth."""
+    lines = []
+    for row in sorted(rows, key=lambda row: str(row["model"])):
+        mine = [result for result in results if result["model"]["name"] == row["model"]]
+        last = [result["tasks"]["perplexity"]["cells"][-1]["value"] for result in mine]
+        shown = ", ".join("NaN" if value is None else f"{value:.3f}" for value in last)
+        spread = "" if row["spread"] is None else f" ± {row['spread']:.3f}"
+        minutes = f"{row['cpu_minutes']:.1f}"
+        lines.append([row["model"], f"{row['parameters']:,}", f"{row['loss']:.3f}{spread}", shown, minutes])
+    header = ["memory", "parameters", "validation loss", "at the last positions, each seed", "CPU minutes a run"]
+    return Table(header, lines, "Loss in nats per token; ± is the standard deviation over the seeds.")
