@@ -1,7 +1,8 @@
-"""`titans demo`: a model whose memory learns at test time, next to the same model without it."""
+"""`titans demo`: a model whose memory learns while it reads, next to the same model without it."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 from typing import Annotated
 
@@ -9,14 +10,21 @@ import typer
 
 
 def demo(
-    out_dir: Annotated[Path, typer.Option(help="Folder for the report, made if needed.")] = Path("titans-demo"),
-    seed: Annotated[list[int], typer.Option(help="One run of each model; may be given again.")] = [0, 1, 2],  # noqa: B006
+    out_dir: Annotated[Path, typer.Option(help="Folder for report and runs, made if needed.")] = Path("titans-demo"),
+    seed: Annotated[list[int], typer.Option(help="One run of each model; may be given again.")] = [0, 1],  # noqa: B006
     quick: Annotated[bool, typer.Option(help="A few steps: shows that it works, not that it learns.")] = False,
 ) -> None:
-    """Train a small model to recall, with its memory and without, and show how far each remembers."""
+    """Train a small model to recall, with its memory and without, and show how far each remembers.
+
+    What is in the folder already is kept: an interrupted demonstration goes on, and a complete one is shown again.
+    """
+    for package in ("transformers", "accelerate", "yaml", "matplotlib"):
+        if importlib.util.find_spec(package) is None:
+            raise typer.BadParameter(f"the demonstration needs {package}: pip install 'titan-memory[demo]'.")
+
     from titans.evaluation.demo import run_demo
 
     try:
         run_demo(out_dir, seeds=seed, quick=quick)
-    except (ValueError, ImportError) as error:
+    except ValueError as error:
         raise typer.BadParameter(str(error)) from error

@@ -131,6 +131,45 @@ def depth(
     typer.echo(f"Report: {out / 'report.html'}, {out / 'depth.json'}, {out / 'depth.md'}")
 
 
+@app.command("memory")
+def memory(
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/memory"),
+    quick: Annotated[bool, typer.Option("--quick", help="Small memories: shows that it works.")] = False,
+) -> None:
+    """How many pairs an untrained memory holds, by depth and width, and how long it holds them."""
+    from titans.experiments.memory import run_memory
+
+    with bar() as move:
+        run_memory(out, move, _command(), quick)
+    typer.echo((out / "memory.md").read_text(encoding="utf-8"))
+    typer.echo(f"Report: {out / 'report.html'}, {out / 'memory.json'}, {out / 'memory.md'}")
+
+
+@app.command("throughput")
+def throughput(
+    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/throughput"),
+    lengths: Annotated[str, typer.Option(help="Tokens per sequence, with commas between.")] = "512,2048,8192,16384",
+    depths: Annotated[str, typer.Option(help="Layers of the memory, with commas between.")] = "1,2,3,4",
+    models: Annotated[str | None, typer.Option(help="Models, with commas between.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved rounds of timing.")] = 3,
+    memory_mode: Annotated[str, typer.Option(help="Rule of our memories: exact or chunked.")] = "exact",
+    quick: Annotated[bool, typer.Option("--quick", help="Short sequences: shows that it works.")] = False,
+) -> None:
+    """Training speed against length, and against the memory's depth: the paper's Figures 8 and 9."""
+    from titans.experiments.throughput import MODELS, run_throughput
+
+    try:
+        sizes, layers = numbers(lengths, "--lengths"), numbers(depths, "--depths")
+        if quick:
+            sizes, layers, repeats = (64, 128), layers[:2], 1
+        with bar() as move:
+            run_throughput(out, sizes, layers, names(models) or MODELS, repeats, memory_mode, move, _command())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo((out / "throughput.md").read_text(encoding="utf-8"))
+    typer.echo(f"Report: {out / 'report.html'}, {out / 'throughput.json'}, {out / 'throughput.md'}")
+
+
 def _command() -> str:
     return shlex.join(["titans", *sys.argv[1:]])
 

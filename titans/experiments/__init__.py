@@ -8,6 +8,7 @@ ON_TASKS = {
     "babilong": "Facts of a story scattered over books (BABILong): trained at 1,024 tokens, tested at up to 65,536.",
     "recall": "Pairs recalled at up to 16 times the training length, with each part of the memory left out.",
     "reassigned": "Keys that get another value later: the latest counts.",
+    "pairs": "Recall of ever more pairs by models with states of the same size.",
     "tracking-parity": "State tracking: is the number of ones odd? Trained at 32 tokens, tested at up to 512.",
     "tracking-modular-addition": "State tracking: the sum so far, modulo 5.",
     "tracking-s3": "State tracking: permutations of three things, multiplied.",

@@ -140,10 +140,35 @@ def recall(settings: Mapping[str, Any]) -> TaskExperiment:
     )
 
 
+def pairs(settings: Mapping[str, Any]) -> TaskExperiment:
+    """Recall of ever more pairs by models whose states have about the same size: 8,192 numbers a layer."""
+    rows = {
+        "LMM, linear": LMM | {"memory_depth": 1},
+        "LMM, depth 2": LMM | {"memory_depth": 2, "memory_head_dim": 45},
+        "LMM, linear, without momentum": LMM | {"memory_depth": 1, "memory_momentum": False, "memory_head_dim": 90},
+        "gated-deltanet": RECALL | {"name": "gated-deltanet", "memory_head_dim": 90},
+        "linear-attention": RECALL | {"name": "linear-attention", "memory_head_dim": 90},
+        "sliding-window": RECALL | {"name": "sliding-window", "window_size": 64},
+    }
+    task = {"vocabulary": 256, "cells": [[32, 4], [64, 8], [128, 16], [256, 32], [512, 64]], **settings}
+    train = {**SCHEDULE, "data": "task:mqar", "task": task, "length": 128, "batch_tokens": 2048, "steps": 1000,
+             "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+    return TaskExperiment(
+        "pairs",
+        "Recall of ever more pairs at equal state",
+        "Multi-query associative recall. A layer of each model keeps about 8,192 numbers of what it has read: weights "
+        "and momentum of a memory, or keys and values of a window. Trained on up to 32 pairs in 128 tokens.",
+        rows,
+        train,
+        [Exam(("mqar",), task, samples=64)],
+    )
+
+
 EXPERIMENTS: dict[str, Make] = {
     "needle": needle,
     "babilong": babilong,
     "recall": recall,
     "reassigned": reassigned,
+    "pairs": pairs,
     **{f"tracking-{task}": tracking(task) for task in ("parity", "modular-addition", "s3", "s5")},
 }
