@@ -142,7 +142,7 @@ def test_buckets_of_positions_double_and_make_up_the_whole(files: list[str]) -> 
     cells = {cell["group"]["position"]: cell for cell in result["cells"]}
     assert list(cells) == [64, 128, 256]
     for end, begin in ((64, 0), (128, 64), (256, 128)):
-        parts = [part for each in losses if len(part := each[max(0, begin - 1) : end - 1])]
+        parts = [part for each in losses if len(part := each[begin:end])]
         assert cells[end]["value"] == pytest.approx(float(torch.cat(parts).mean()), abs=1e-10)
         assert cells[end]["values"] == pytest.approx([float(part.mean()) for part in parts], abs=1e-6)
         assert cells[end]["low"] <= cells[end]["value"] <= cells[end]["high"]
@@ -182,6 +182,14 @@ def test_the_limit_counts_tokens_of_the_data(files: list[str]) -> None:
     limited = perplexity(model, BYTES, files, limit=len(TEXTS[0]))
     assert (limited["loss"], limited["texts"]) == (wanted["loss"], 1)
     assert perplexity(model, BYTES, files, limit=50)["tokens"] == 49
+    some = perplexity(model, BYTES, files, limit=30, length=20)  # 21 tokens of the first text, 9 of the second
+    assert (some["tokens"], some["texts"]) == (28, 2)
+
+
+def test_a_window_fills_the_bucket_of_its_length_and_none_above(files: list[str]) -> None:
+    result = perplexity(_model(), BYTES, files[0], context="sliding", length=64, stride=32)
+    (cell,) = result["cells"]
+    assert cell["group"] == {"position": 64}
 
 
 def test_prepared_data_give_what_their_texts_give(tmp_path: Path, files: list[str]) -> None:

@@ -98,13 +98,17 @@ def test_two_texts_have_the_tokens_of_one(context: str, continuation: str) -> No
 @given(st.text("abd ehorst", min_size=1).filter(str.strip), st.text("abd ehorst", min_size=1).filter(str.strip))
 def test_what_follows_a_text_never_begins_behind_its_end(context: str, continuation: str) -> None:
     tokens, place = join_tokens(WORDS, context, continuation)
-    assert tokens == encode(WORDS, context + continuation)
-    assert context.startswith(WORDS.decode(tokens[:place]))
+    assert WORDS.decode(tokens, skip_special_tokens=True) == context + continuation
+    assert [token for token in tokens if token != WORDS.eos_token_id] == encode(WORDS, context + continuation)
+    assert context.startswith(WORDS.decode(tokens[:place], skip_special_tokens=True))
 
 
-def test_an_empty_text_is_the_token_that_ends_texts() -> None:
+def test_where_nothing_is_left_before_a_text_the_token_that_ends_texts_is() -> None:
     assert join_tokens(BYTES, "", "ab") == ([256, 97, 98], 1)
     assert join_tokens(BYTES, " ", "ab") == ([256, 32, 97, 98], 1)
+    assert join_tokens(_with_bos(), "", "ab") == ([256, 97, 98], 1)
+    (whole,) = encode(WORDS, "ar")  # one token, which reaches across
+    assert join_tokens(WORDS, "a", "r") == ([WORDS.eos_token_id, whole], 1)
 
 
 def test_there_is_nothing_to_train_on(data: str) -> None:

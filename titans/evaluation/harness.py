@@ -167,7 +167,7 @@ def local_tasks(folder: str | Path) -> dict[str, dict[str, Any]]:
     choices and gold, or context_options, continuation and gold, is a task under its own name, with the query as prompt.
     """
     made = {}
-    for name, fields in _definitions(Path(folder)).items():
+    for name, fields in _definitions(Path(folder).expanduser()).items():
         included = fields.pop("include", None)
         common = _module("lm_eval.tasks._yaml_loader").load_yaml(included) if included else {}
         made[name] = common | fields | {"custom_dataset": local_dataset}
@@ -180,7 +180,7 @@ def write_tasks(folder: str | Path, out: str | Path) -> list[Path]:
     The command loads a function of this package for the data before it loads the model, and so learns of our classes.
     """
     paths = []
-    for name, fields in _definitions(Path(folder)).items():
+    for name, fields in _definitions(Path(folder).expanduser()).items():
         lines = [f"{field}: {json.dumps(value)}" for field, value in fields.items()]
         lines.append("custom_dataset: !function titans.evaluation.harness.local_dataset")
         paths.append(Path(out) / f"{name}.yaml")

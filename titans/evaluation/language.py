@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
 from typing import Any, NamedTuple
@@ -110,8 +111,8 @@ def perplexity(
 
     Returns:
         loss, perplexity, bits_per_byte, tokens and bytes that were judged, texts, split, and cells: for each bucket of
-        positions the mean loss of the tokens that have so many tokens before them, up to but without ``position``; its
-        values are those of up to 256 stretches of the data, in order.
+        positions the mean loss of the tokens that are predicted after ``position`` others at most, and more than half
+        as many but for the first bucket; its values are those of up to 256 stretches of the data, in order.
     """
     _check(context, length, stride, limit, batch_size)
     start = opening(tokenizer)
@@ -119,17 +120,19 @@ def perplexity(
     total = _Total()
 
     def stretches() -> Iterator[Stretch]:
-        for text in texts if limit is None else _first(texts, limit):
-            ids = [*start, *text]
-            if context == "streamed" and length is not None:
-                ids = ids[: length + 1]
+        left = sys.maxsize if limit is None else limit
+        longest = sys.maxsize if context == "sliding" or length is None else length + 1
+        for text in texts:
+            ids = [*start, *islice(text, min(left, longest - len(start)))]
+            left -= len(ids) - len(start)
             judged = max(1, len(start))
-            if len(ids) <= judged:
-                continue
-            total.texts += 1
-            total.bytes += len(tokenizer.decode(ids[judged:], **PLAIN).encode())
-            window = length if context == "sliding" and length is not None else len(ids)
-            yield from windows(ids, judged, window, stride or window)
+            if len(ids) > judged:
+                total.texts += 1
+                total.bytes += len(tokenizer.decode(ids[judged:], **PLAIN).encode())
+                window = length if context == "sliding" and length is not None else len(ids)
+                yield from windows(ids, judged, window, stride or window)
+            if not left:
+                return
 
     rest = stretches()
     while batch := list(islice(rest, batch_size)):
@@ -173,17 +176,9 @@ def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterat
         judged = done - begin
 
 
-def _first(texts: Iterable[Sequence[int]], limit: int) -> Iterator[Sequence[int]]:
-    for text in texts:
-        yield text[:limit]
-        limit -= len(text)
-        if limit <= 0:
-            return
-
-
 def read_texts(
     data: str | Sequence[str], tokenizer: Any, split: str | None = None
-) -> tuple[str | None, Iterator[Sequence[int]]]:
+) -> tuple[str | None, Iterator[Iterable[int]]]:
     """The split that is read, None for files, and the tokens of each text, without special ones at its ends."""
     names = [data] if isinstance(data, str) else list(data)
     if len(names) == 1 and (Path(names[0]) / PREPARED).is_file():
@@ -194,12 +189,12 @@ def read_texts(
     return None, (_read(file, tokenizer) for file in files)
 
 
-def _read(file: Path, tokenizer: Any) -> list[int]:
+def _read(file: Path, tokenizer: Any) -> Iterator[int]:
     with file.open("rb") as source:
-        return [token for block in encode_blocks(tokenizer, read_text(source, str(file))) for token in block]
+        yield from chain.from_iterable(encode_blocks(tokenizer, read_text(source, str(file))))
 
 
-def _prepared(folder: str, tokenizer: Any, split: str | None) -> tuple[str, Iterator[Sequence[int]]]:
+def _prepared(folder: str, tokenizer: Any, split: str | None) -> tuple[str, Iterator[Iterable[int]]]:
     from titans.models.tokenizer import load_tokenizer
     from titans.training.data import TokenStore
     from titans.training.prepare import load_prepared
@@ -210,7 +205,7 @@ def _prepared(folder: str, tokenizer: Any, split: str | None) -> tuple[str, Iter
     chosen = split or next((name for name in ("validation", "test") if name in prepared.splits), "train")
     store = TokenStore(prepared.open(chosen))
 
-    def texts() -> Iterator[Sequence[int]]:
+    def texts() -> Iterator[Iterable[int]]:
         for begin, end in zip(store.starts[:-1].tolist(), store.starts[1:].tolist(), strict=True):
             ids = store.read(begin, end).tolist()
             yield ids[:-1] if ids and ids[-1] == prepared.eos_token_id else ids
@@ -229,8 +224,8 @@ class _Total:
     def add(self, losses: np.ndarray[Any, np.dtype[np.float64]], judged: int) -> None:
         """Of a stretch, (length,), from the first that is judged on."""
         begin, end = 0, BUCKET
-        while begin < len(losses):
-            part = losses[max(begin, judged) : end]
+        while begin + 1 < len(losses):
+            part = losses[max(begin + 1, judged) : end + 1]
             if len(part):
                 self.buckets.setdefault(end, []).append((float(part.sum()), len(part)))
             begin, end = end, 2 * end

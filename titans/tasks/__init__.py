@@ -8,6 +8,7 @@ from typing import Any
 
 from titans.tasks.babilong import Babilong
 from titans.tasks.base import IGNORED, SPLITS, Answer, Example, Group, Task, example
+from titans.tasks.language import Lambada
 from titans.tasks.needle import NeedleEssay, NeedleNoise, NeedleWord
 from titans.tasks.phonebook import Phonebook
 from titans.tasks.recall import MQAR, Reassigned, Recall, Retention
@@ -19,8 +20,8 @@ __all__ = [
 ]  # fmt: skip
 
 _CLASSES: tuple[type[Task], ...] = (
-    NeedleNoise, NeedleEssay, NeedleWord, Babilong, Phonebook, Recall, Reassigned, Retention, MQAR, Parity,
-    ModularAddition, S3, S5,
+    NeedleNoise, NeedleEssay, NeedleWord, Babilong, Lambada, Phonebook, Recall, Reassigned, Retention, MQAR,
+    Parity, ModularAddition, S3, S5,
 )  # fmt: skip
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
 

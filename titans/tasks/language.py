@@ -31,7 +31,7 @@ class Lambada(Task):
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if not Path(self.data).is_file():
+        if not Path(self.data).expanduser().is_file():
             raise ValueError(f"data is {self.data!r}; expected a JSONL file with the passages of LAMBADA")
         if self.limit is not None and self.limit < 1:
             raise ValueError(f"limit is {self.limit}; expected at least 1, or None for all")
@@ -74,16 +74,17 @@ class Lambada(Task):
 def join_tokens(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], int]:
     """The tokens of two texts as those of one, and how many of them stand before the second.
 
-    White space at the end of the first counts to the second, and so does a token that reaches across. An empty first
-    text is the token that begins or ends texts.
+    White space at the end of the first counts to the second, and so does a token that reaches across. Where nothing is
+    left of the first, the token that begins or ends texts stands before the second.
     """
     start = opening(tokenizer)
-    if not context.strip():
-        named = (tokenizer.bos_token_id, tokenizer.eos_token_id)
-        start = start or [number for number in named if number is not None][:1]
     before = start + encode(tokenizer, context.rstrip())
     tokens = start + encode(tokenizer, context + continuation)
     place = next((i for i, (a, b) in enumerate(zip(before, tokens, strict=False)) if a != b), len(before))
+    if not place:
+        named = (tokenizer.bos_token_id, tokenizer.eos_token_id)
+        start = [number for number in named if number is not None][:1]
+        tokens, place = start + tokens, len(start)
     if not 0 < place < len(tokens):
         raise ValueError(
             f"the texts {context[-40:]!r} and {continuation[:40]!r} have {place} and {len(tokens) - place} tokens; "
@@ -94,13 +95,14 @@ def join_tokens(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 def read_passages(path: str) -> Sequence[tuple[str, str]]:
     """Each passage of a file up to its last word, and that word with the space before it."""
-    return _passages(path, Path(path).stat().st_mtime_ns)
+    place = Path(path).expanduser()
+    return _passages(place, place.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=4)
-def _passages(path: str, changed: int) -> list[tuple[str, str]]:
+def _passages(path: Path, changed: int) -> list[tuple[str, str]]:
     found = []
-    for number, row in enumerate(read_rows(Path(path)), start=1):
+    for number, row in enumerate(read_rows(path), start=1):
         if {"context", "continuation"} <= row.keys():
             context, word = str(row["context"]).rstrip(), f" {str(row['continuation']).strip()}"
         elif "text" in row:
