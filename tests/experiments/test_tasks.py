@@ -12,7 +12,7 @@ import yaml
 
 from titans.experiments import ON_TASKS, runs
 from titans.experiments.catalogue import EXPERIMENTS, PARTS
-from titans.experiments.runs import Job, Exam, main, run_jobs
+from titans.experiments.runs import Exam, Job, main, run_jobs
 from titans.experiments.tasks import TaskExperiment, run_tasks
 from titans.models.baselines import NAMES
 from titans.training.config import TrainConfig
