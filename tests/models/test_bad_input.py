@@ -144,6 +144,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    caplog.set_level(logging.WARNING, "transformers")  # whoever has silenced it before
     model("mac", torch.float32).save_pretrained(tmp_path)
     for load in (TitansForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match="holds a mac model; the config that was given is of a mag one"):

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
-from transformers.utils import logging
 
 from titans.files import write_atomically
+from titans.models.loading import quiet
 from titans.models.tokenizer import load_tokenizer
 from titans.tasks import Task, example, make_tasks
 from titans.training.build import make_model, shard
@@ -103,9 +103,11 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         overwrite: replace the run that the output folder holds.
         say: told what is worth knowing, a sentence at a time; default: standard error.
     """
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    say = say or _to_stderr
+    with quiet():
+        return _train(config, resume, overwrite, say or _to_stderr)
+
+
+def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say) -> Result:
     rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not config.output:
         raise ValueError("output is empty; expected the folder of the run")
