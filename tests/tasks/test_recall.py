@@ -18,6 +18,7 @@ MQAR_SMALL = MQAR(cells=((32, 4), (64, 16)), vocabulary=64)
 TASKS: list[Task] = [
     Recall(),
     Recall(pairs=3, lengths=(9, 40), vary=True, **SMALL),
+    Recall(pairs=3, lengths=(9, 40), vary=True, depths=(0.0, 0.4, 1.0), **SMALL),
     Reassigned(),
     Reassigned(pairs=4, length=40, share=0.75, times=2, **SMALL),
     Retention(distances=(0, 7, 64)),
@@ -144,6 +145,40 @@ def test_recall_trains_with_all_pairs_or_with_any_number_that_fits() -> None:
     assert {len(example(task, "train", 0, n, 64).answers) for n in range(200)} == set(range(1, 9))
 
 
+@settings(max_examples=100, deadline=None)
+@given(pairs=st.integers(1, 8), more=st.integers(0, 60), depth=st.floats(0, 1), number=st.integers(0, 10**6))
+def test_the_pairs_begin_at_the_depth_asked_for(pairs: int, more: int, depth: float, number: int) -> None:
+    length = 3 * pairs + more
+    task = Recall(pairs=pairs, lengths=(length,), depths=(depth,))
+    made = draw(task, {"length": length, "depth": depth}, number)
+    start = next(place for place, token in enumerate(made.tokens) if token < task.num_keys)
+    assert made.boundary == max(2 * pairs, length - 2 * pairs)
+    assert start == round(depth * (made.boundary - 2 * pairs))
+    assert len(read(task, Example(made.tokens[start : start + 2 * pairs], (), 2 * pairs))) == pairs
+    outside = [*made.tokens[:start], *made.tokens[start + 2 * pairs : made.boundary]]
+    assert all(token >= task.num_keys + task.num_values for token in outside)
+
+
+def test_depths_are_an_axis_of_the_test_and_any_depth_is_trained_with() -> None:
+    task = Recall(lengths=(64, 128), depths=(0.0, 1.0))
+    assert task.axes == ("length", "depth")
+    assert Recall(lengths=(64, 128)).axes == Recall.axes == ("length",)
+    cells = [{"length": length, "depth": depth} for length in (64, 128) for depth in (0.0, 1.0)]
+    assert task.groups() == cells
+    starts = Counter(
+        next(p for p, t in enumerate(example(task, "train", 0, n, 64).tokens) if t < 64) for n in range(900)
+    )
+    assert set(starts) == set(range(33))  # 64 tokens without 16 of the pairs and 16 for the questions
+
+
+def test_without_depths_the_sequences_are_those_with_depth_zero() -> None:
+    plain, deep = Recall(), Recall(depths=(0.0,))
+    for number in range(20):
+        first, second = random.Random(number), random.Random(number)
+        group = {"length": 64}
+        assert plain.draw(first, group, "test", None) == deep.draw(second, group | {"depth": 0.0}, "test", None)
+
+
 @pytest.mark.parametrize("rewrites", [0, 1, 2, 3])
 def test_the_keys_judged_were_rewritten_as_often_as_the_group_says(rewrites: int) -> None:
     task = Reassigned()
@@ -234,6 +269,7 @@ def test_mqar_trains_with_few_pairs_as_often_as_with_many() -> None:
         (Recall, {"pairs": 9, "num_keys": 8}, "pairs is 9; expected at most num_keys, 8"),
         (Recall, {"lengths": (64, 23)}, r"lengths is \(64, 23\); expected one or more whole numbers of at least 24"),
         (Recall, {"lengths": ()}, r"lengths is \(\); expected one or more"),
+        (Recall, {"depths": (0.5, 1.5)}, r"depths is \(0.5, 1.5\); expected numbers from 0 to 1, or none"),
         (Reassigned, {"share": 0.05}, "share is 0.05 of 8 pairs; expected it to leave some rewritten and some not"),
         (Reassigned, {"share": 1.0}, "share is 1.0 of 8 pairs; expected"),
         (Reassigned, {"times": 0}, "times is 0; expected 1 to 63"),
@@ -259,6 +295,7 @@ def test_wrong_settings_are_refused_in_one_sentence(task: type[Task], wrong: dic
     [
         (Recall(), {"length": 23}, "length is 23; expected at least 24, 3 for each pair"),
         (Recall(), 23, "length is 23; expected at least 24, 3 for each pair"),
+        (Recall(depths=(0.0,)), {"length": 64, "depth": -0.1}, "depth is -0.1; expected 0 to 1"),
         (Reassigned(), {"length": 40, "rewrites": 1}, "length is 40; expected at least 48 with pairs 8"),
         (Reassigned(), {"length": 128, "rewrites": 4}, "rewrites is 4; expected 0 to 3"),
         (Reassigned(), 2, "length is 2; expected at least 3 with pairs 1"),

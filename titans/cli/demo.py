@@ -10,7 +10,9 @@ import typer
 
 
 def demo(
-    out_dir: Annotated[Path, typer.Option(help="Folder for report and runs, made if needed.")] = Path("titans-demo"),
+    out_dir: Annotated[
+        Path, typer.Option("--out-dir", "--out", help="Folder for report and runs, made if needed.")
+    ] = Path("titans-demo"),
     seed: Annotated[list[int], typer.Option(help="One run of each model; may be given again.")] = [0, 1],  # noqa: B006
     quick: Annotated[bool, typer.Option(help="A few steps: shows that it works, not that it learns.")] = False,
 ) -> None:
@@ -18,7 +20,7 @@ def demo(
 
     What is in the folder already is kept: an interrupted demonstration goes on, and a complete one is shown again.
     """
-    for package in ("transformers", "accelerate", "yaml", "matplotlib"):
+    for package in ("transformers", "accelerate", "datasets", "yaml", "matplotlib"):
         if importlib.util.find_spec(package) is None:
             raise typer.BadParameter(f"the demonstration needs {package}: pip install 'titan-memory[demo]'.")
 

@@ -1,254 +1,184 @@
-"""The demonstration: a model whose memory learns at test time, next to the same model with that switched off."""
+"""The demonstration: a model whose memory learns while it reads, beside the same model with that switched off."""
 
 from __future__ import annotations
 
-import base64
-import html
-import io
 import json
 import os
-import platform
-import queue
+import random
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from multiprocessing import get_context
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.live import Live
+from rich.table import Table as Drawn
 
-from titans.evaluation.recall import RecallConfig, run_recall
-from titans.files import write_atomically
+import titans
+from titans.evaluation.benchmark import busy_notices, machine_text, write_json
+from titans.evaluation.evaluate import EVAL
+from titans.evaluation.model_benchmark import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
+from titans.evaluation.plots import COLOURS, GREY, Curve, drawing, finish_axes, plot_heat, plot_lines, short_number
+from titans.evaluation.report import Figure, Section, Table, write_report
+from titans.experiments.catalogue import RECALL, SCHEDULE
+from titans.experiments.runs import Exam, Job, check_jobs, run_folder, run_jobs
+from titans.experiments.tasks import read_result
+from titans.layers.record import record_memory
+from titans.models.loading import load_model
+from titans.tasks.recall import Recall
+from titans.training.callbacks import METRICS, read_metrics
+from titans.training.config import TrainConfig
 
-LENGTHS: tuple[int, ...] = (64, 128, 256, 512, 1024)
-SEEDS = (0, 1, 2)
-CONFIG = RecallConfig(depth=1, steps=600)  # a linear memory: the fastest to train that recalls it all
-ARMS = {"memory": "with memory", "memory_off": "memory off"}
+if TYPE_CHECKING:
+    from titans.models import TitansForCausalLM
 
+MODEL: dict[str, Any] = {"name": "mac", **RECALL, "memory_depth": 1}  # a linear memory learns it in the fewest steps
+# Training begins with half the length, where a batch asks more often: the plateau before recall takes half the time.
+TRAIN: dict[str, Any] = {
+    **SCHEDULE, "data": f"task:{Recall.name}", "length": 64, "shortest": 32, "batch_tokens": 1024, "steps": 500,
+    "log_every": 10, "eval_every": 40, "save_every": 80, "eval_tokens": 4096, "final_eval_tokens": 4096,
+}  # fmt: skip
+SEEDS = (0, 1)
+LENGTHS = (64, 128, 256, 512, 1024)
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+SAMPLES = 16  # sequences of each length and depth
+WITH, WITHOUT = "with memory", "memory off"
+ARMS: dict[str, dict[str, Any]] = {WITH: {}, WITHOUT: {"memory_writes": False}}
+
+NEW, FILLERS, AGAIN, CHANGED = "new facts", "fillers", "same again", "values swapped"
+SURPRISED = 64  # sequences that the surprise is the mean of
+PAUSE = 32  # fillers between facts and the same facts
+
+OURS, THEIRS = "Titans", "Transformer"
+LEAD = 1.05  # how much faster counts as faster
+# The width and layers of the model that is trained, with longer segments: those of 16 tokens only make the test hard.
+SPEED = ModelBenchmarkSettings(
+    dim=MODEL["hidden_size"], layers=MODEL["num_hidden_layers"], heads=MODEL["num_attention_heads"], vocab_size=192,
+    memory_depth=MODEL["memory_depth"], segment=512, persistent=MODEL["num_persistent_tokens"],
+    lengths=(256, 1024, 4096, 8192, 16384), measures=(PREFILL,), repeats=3, only=("mac", BASELINE), memory=False,
+)  # fmt: skip
+NAMES = {"mac": OURS, BASELINE: THEIRS}
+
+REPORT = "report.json"
+QUICK = "This was a quick run of a few steps, too few to learn from: it only shows that everything works."
+TITLE = "Titans: a memory that learns while it reads"
 Report = dict[str, Any]
-OnStep = Callable[[int, float, float], None]  # steps taken, loss, accuracy
-Move = Callable[[int, int, float, float], None]  # the job's number, then the same
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One training run: what a worker process is handed."""
-
-    arm: str
-    seed: int
-    config: RecallConfig
-    lengths: tuple[int, ...]
-    sequences: int  # tested at each length
-
-    @property
-    def title(self) -> str:
-        return f"{ARMS[self.arm]}, seed {self.seed}"
-
-    def run(self, on_step: OnStep) -> dict[str, Any]:
-        return run_recall(self.config, self.seed, self.lengths, self.sequences, on_step)
 
 
 def run_demo(
     out_dir: str | os.PathLike[str] = "titans-demo",
     seeds: Sequence[int] = SEEDS,
     quick: bool = False,
-    workers: int | None = None,
+    at_a_time: int | None = None,
     command: str | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Train both models on recall at length 64, test them up to 1024, and write down what came out.
+    """Train both models on recall at length 64, test them up to 1024, and show what came out.
+
+    Runs that are complete are kept, and a demonstration that is complete is only shown again.
 
     Args:
-        out_dir: folder for `report.json`, `recall.png` and `report.html`; made if it is not there.
+        out_dir: folder for `report.json`, `report.html` and its pictures; made if it is not there. The runs are in
+            `runs` there, those of a quick demonstration in `quick/runs`.
         seeds: one run of each model per seed.
         quick: one seed and a few steps: shows that everything works, not that it learns.
-        workers: processes to train in, one thread each; 1 trains in this process; none: two, if there are two
-            cores. A script that asks for more than one needs the usual `if __name__ == "__main__":`.
-        command: what the report says it was made with; none: the command that does the same.
-        console: where progress and the table go; none: standard output.
+        at_a_time: runs side by side, a process with one thread each; None: two, if there are two cores.
+        command: what the report says it was made with; None: the command that does the same.
+        console: where progress and the table go; None: standard output.
 
     Returns what `report.json` holds.
     """
     seeds = tuple(seeds)[:1] if quick else tuple(seeds)
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
         raise ValueError(f"seeds must be one or more different numbers from 0 up, got {list(seeds)}")
-    if workers is None:
-        workers = min(2, os.cpu_count() or 1)
-    if workers < 1:
-        raise ValueError(f"workers must be at least 1, got {workers}")
     out = Path(out_dir)
     if out.exists() and not out.is_dir():
         raise ValueError(f"out_dir must be a folder, got the file {out}")
-    _require_matplotlib()
-    out.mkdir(parents=True, exist_ok=True)
-
-    config, lengths, sequences = CONFIG, LENGTHS, 64
-    if quick:
-        config = replace(CONFIG, steps=6, eval_every=3, batch_size=8, eval_sequences=8)
-        lengths, sequences = LENGTHS[:2], 8
-    jobs = [
-        _Job(arm, seed, replace(config, writes=arm == "memory"), lengths, sequences) for seed in seeds for arm in ARMS
-    ]
     console = console or Console()
-    start = time.perf_counter()
-    results = _run_all(jobs, 1 if quick else workers, console)
-
-    report: Report = {
-        "command": command or _command(seeds, quick),
-        "quick": quick,
-        "seeds": list(seeds),
-        "lengths": list(lengths),
-        "trained_at": config.length,
-        "pairs": config.pairs,
-        "chance": config.chance,
-        "seconds": round(time.perf_counter() - start, 1),
-        "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        "arms": {arm: [r for job, r in zip(jobs, results, strict=True) if job.arm == arm] for arm in ARMS},
-    }
-    picture = plot_recall(report)
-    write_atomically(out / "report.json", json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
-    write_atomically(out / "recall.png", picture)
-    write_atomically(out / "report.html", render_html(report, picture).encode())
-    console.print(render_table(report))
-    console.print(summary(report))
-    console.print(f"Written to {out}: report.html, recall.png, report.json", highlight=False)
+    jobs = make_jobs(out, seeds, quick)
+    speed = _speed_settings(quick)
+    settings = {"version": titans.__version__, "jobs": [_about(job) for job in jobs], "speed": asdict(speed)}
+    settings = json.loads(json.dumps(settings))
+    report = _read(out / REPORT, settings)
+    if report is None:
+        check_jobs(jobs)
+        start = time.perf_counter()
+        _run(jobs, min(2, os.cpu_count() or 1) if at_a_time is None else at_a_time, console)
+        report = {
+            "title": TITLE,
+            "command": command or _command(seeds, quick),
+            "date": time.strftime("%Y-%m-%d"),
+            "versions": {"titans": titans.__version__, "torch": torch.__version__},
+            "quick": quick,
+            "trained_at": TRAIN["length"],
+            "window": MODEL["window_size"],
+            "pairs": task_of(jobs[0]).pairs,
+            "chance": task_of(jobs[0]).chance,
+            "lengths": list(task_of(jobs[0]).lengths),
+            "depths": list(task_of(jobs[0]).depths),
+            "runs": [_read_run(job) for job in jobs],
+            "surprise": surprise_along(load_model(str(jobs[0].folder))[0], task_of(jobs[0])),
+            "speed": _measure_speed(speed, console),
+            "seconds": round(time.perf_counter() - start, 1),
+            "settings": settings,
+        }
+        write_json(report, out / REPORT)
+    else:
+        console.print(
+            f"This demonstration is in {out} already, and here is what came out; without that folder it runs again.",
+            highlight=False,
+        )
+    page = write_page(report, out)
+    console.print(draw_table(report))
+    for sentence in (*summary(report), about_surprise(report), about_speed(report), *([QUICK] if quick else [])):
+        console.print(sentence, highlight=False)
+    console.print(f"Report: {page}, its pictures beside it, and {out / REPORT}", highlight=False)
     return report
 
 
-def mean_recall(report: Report, arm: str, length: int) -> float:
-    """Mean over the seeds; a run that diverged recalls nothing."""
-    return fmean(run["recall"][str(length)] or 0.0 for run in report["arms"][arm])
+def make_jobs(out: Path, seeds: Sequence[int], quick: bool) -> list[Job]:
+    """A run of each model for each seed, and what it is tested with."""
+    lengths, depths, samples = (LENGTHS[:2], DEPTHS[::4], 2) if quick else (LENGTHS, DEPTHS, SAMPLES)
+    train = TRAIN | ({"steps": 4, "warmup": 1.0, "log_every": 1, "eval_every": 2} if quick else {})
+    exam = Exam((Recall.name,), {"lengths": list(lengths), "depths": list(depths)}, samples)
+    jobs = []
+    for seed in seeds:
+        for label, fields in ARMS.items():
+            folder = run_folder(out / "quick" if quick else out, label, seed)
+            task = {"depths": list(depths)}
+            config = TrainConfig(model=MODEL | fields, task=task, output=str(folder), seed=seed, **train)
+            jobs.append(Job(config, (exam,)))
+    return jobs
 
 
-def summary(report: Report) -> str:
-    """Two sentences on what the figures show."""
-    near, far = report["trained_at"], report["lengths"][-1]
-    shown = {arm: [f"{mean_recall(report, arm, n):.1%}" for n in (near, far)] for arm in ARMS}
-    return (
-        f"Trained on sequences of {near} tokens, the model with memory recalls {shown['memory'][0]} of the pairs "
-        f"at that length and {shown['memory'][1]} at {far} tokens, {far // near} times as long. The same model, "
-        f"trained alike with its memory switched off, recalls {shown['memory_off'][0]} and "
-        f"{shown['memory_off'][1]}, where guessing a value gives {report['chance']:.1%}."
-    )
+def task_of(job: Job) -> Recall:
+    """What a run is tested with."""
+    settings = job.tests[0].settings
+    return Recall(lengths=tuple(settings["lengths"]), depths=tuple(settings["depths"]))
 
 
-def _rows(report: Report) -> Iterator[list[str]]:
-    """Header and rows of the table, as text."""
-    yield ["length", "x training", *(f"{name} (seeds)" for name in ARMS.values())]
-    for length in report["lengths"]:
-        cells = [str(length), f"{length / report['trained_at']:g}"]
-        for arm, runs in report["arms"].items():
-            each = (run["recall"][str(length)] for run in runs)
-            shown = " ".join("NaN" if recall is None else f"{100 * recall:.1f}" for recall in each)
-            cells.append(f"{mean_recall(report, arm, length):.1%} ({shown})")
-        yield cells
+def _arm(job: Job) -> str:
+    return WITH if job.config.model.get("memory_writes", True) else WITHOUT
 
 
-def render_table(report: Report) -> Table:
-    """Recall against length, for the terminal."""
-    header, *rows = _rows(report)
-    table = Table(title=f"Recall of {report['pairs']} pairs, trained at length {report['trained_at']}")
-    for name in header:
-        table.add_column(name, justify="right")
-    for row in rows:
-        table.add_row(*row)
-    return table
+def _about(job: Job) -> dict[str, Any]:
+    """All that decides what comes out of a run."""
+    config = job.config.to_dict()
+    del config["output"]
+    return {"train": config, "tests": [asdict(test) for test in job.tests]}
 
 
-def plot_recall(report: Report) -> bytes:
-    """The picture as PNG: recall against length, a thick line for the mean and a thin one for each seed."""
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import PercentFormatter
-
-    lengths = report["lengths"]
-    figure = Figure(figsize=(7.5, 4.5), dpi=150, layout="constrained")
-    axes = figure.subplots()
-    colours, grey = {"memory": "#1f5fa8", "memory_off": "#c2571a"}, "#777777"
-
-    def label(text: str, point: tuple[float, float], offset: tuple[float, float], colour: str) -> None:
-        axes.annotate(text, point, offset, textcoords="offset points", color=colour, annotation_clip=False)
-
-    for arm, name in ARMS.items():
-        for run in report["arms"][arm]:
-            each = [run["recall"][str(n)] or 0.0 for n in lengths]
-            axes.plot(lengths, each, color=colours[arm], linewidth=0.8, alpha=0.45)
-        means = [mean_recall(report, arm, n) for n in lengths]
-        axes.plot(lengths, means, color=colours[arm], linewidth=2.2, marker="o", markersize=5, clip_on=False)
-        label(name, (lengths[-1], means[-1]), (10, 4), colours[arm])
-    axes.axhline(report["chance"], color=grey, linewidth=1, linestyle="--")
-    label("guessing", (lengths[-1], report["chance"]), (10, -14), grey)
-    axes.axvline(report["trained_at"], color=grey, linewidth=1, linestyle=":")
-    label("trained here", (report["trained_at"], 0.5), (5, 0), grey)
-
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(lengths, [str(n) for n in lengths])
-    axes.minorticks_off()
-    axes.set_ylim(-0.06, 1.03)
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1))
-    axes.set_xlabel("sequence length, tokens")
-    axes.set_title(f"Recall of {report['pairs']} key-value pairs from the start of the sequence", loc="left")
-    axes.grid(axis="y", color="#e6e6e6")
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
-
-
-_PAGE = """<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>Titans: recall against length</title>
-<style>
-body {{ font: 16px/1.5 system-ui, sans-serif; color: #222; max-width: 50rem; margin: 2rem auto; padding: 0 1rem; }}
-img {{ max-width: 100%; height: auto; }}
-table {{ border-collapse: collapse; margin: 1rem 0; font-variant-numeric: tabular-nums; }}
-th, td {{ text-align: right; padding: .3rem .8rem; border-bottom: 1px solid #ddd; }}
-code {{ background: #f2f2f2; padding: .1rem .3rem; }}
-footer {{ color: #666; font-size: .9rem; }}
-</style>
-</head>
-<body>
-<h1>A memory that learns at test time</h1>
-<p>{summary}</p>
-<img alt="Recall against sequence length, with and without memory" src="data:image/png;base64,{picture}">
-<table>
-<thead><tr>{header}</tr></thead>
-<tbody>
-{rows}
-</tbody>
-</table>
-<footer>
-<p>Made with <code>{command}</code>, seeds {seeds}, in {seconds:.0f} seconds; torch {torch}.{quick}</p>
-</footer>
-</body>
-</html>
-"""
-
-
-def render_html(report: Report, picture: bytes) -> str:
-    """One page with everything in it: nothing is fetched when it is opened."""
-    header, *rows = ([html.escape(cell) for cell in row] for row in _rows(report))
-    return _PAGE.format(
-        summary=html.escape(summary(report)),
-        picture=base64.b64encode(picture).decode(),
-        header="".join(f"<th>{cell}</th>" for cell in header),
-        rows="\n".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows),
-        command=html.escape(report["command"]),
-        seeds=", ".join(map(str, report["seeds"])),
-        seconds=report["seconds"],
-        torch=html.escape(report["versions"]["torch"]),
-        quick=" A quick run: a few steps, too few to learn from." if report["quick"] else "",
-    )
+def _read(path: Path, settings: dict[str, Any]) -> Report | None:
+    """The report of a demonstration that was made with the same settings, None if there is none."""
+    try:
+        report: Report = json.loads(path.read_text(encoding="utf-8"))
+        return report if report["settings"] == settings else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _command(seeds: Sequence[int], quick: bool) -> str:
@@ -256,76 +186,350 @@ def _command(seeds: Sequence[int], quick: bool) -> str:
     return " ".join(["titans demo", *given, *(["--quick"] if quick else [])])
 
 
-def _require_matplotlib() -> None:
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            "the demonstration draws a picture with matplotlib: pip install 'titan-memory[demo]'"
-        ) from error
+def _run(jobs: Sequence[Job], at_a_time: int, console: Console) -> None:
+    """Trains and tests with a live table; where there is no terminal, a line for each run that ends."""
+    finished = 0
+    with Live(console=console, auto_refresh=False) as live:
+
+        def show(done: int, total: int, running: str) -> None:
+            nonlocal finished
+            if done > finished and not console.is_terminal:
+                console.print(f"{done} of {total} runs done", highlight=False)
+            finished = done
+            live.update(draw_progress(jobs, running.split(", ")), refresh=True)
+
+        run_jobs(jobs, at_a_time, show)
+        live.update(draw_progress(jobs, ()), refresh=True)
+    if not console.is_terminal:
+        console.line()
 
 
-@contextmanager
-def _progress_bars(jobs: Sequence[_Job], console: Console) -> Iterator[Move]:
-    """One bar a job; yields the function that moves bar `index`."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.completed:>4.0f}/{task.total:.0f} steps  {task.fields[figures]}"),
-        TimeElapsedColumn(),
+def draw_progress(jobs: Sequence[Job], running: Sequence[str]) -> Drawn:
+    """How far the runs are, by the files that they write; ``running`` names those that are under way."""
+    table = Drawn(title=f"Learning to recall at {TRAIN['length']} tokens", title_justify="left", title_style="bold")
+    widths = {"model": 11, "seed": 4, "step": 7, "loss": 5, "held-out accuracy": 17, "": 13}  # it should not twitch
+    for name, width in widths.items():
+        table.add_column(name, justify="left" if name in ("model", "") else "right", min_width=width)
+    for job in jobs:
+        lines = read_metrics(job.folder / METRICS)
+        loss = [line["loss"] for line in lines if line.get("loss") is not None]
+        accuracy = [line["eval_accuracy"] for line in lines if line.get("eval_accuracy") is not None]
+        words = "waiting"
+        if job.is_done():
+            words = "done"
+        elif job.name in running:
+            words = f"testing {_tested(job)}" if job.is_trained() else "training" if lines else "starting"
+        table.add_row(
+            _arm(job),
+            str(job.config.seed),
+            f"{lines[-1]['step'] if lines else 0}/{job.config.steps}",
+            f"{loss[-1]:.3f}" if loss else "",
+            f"{accuracy[-1]:.1%}" if accuracy else "",
+            words,
+        )
+    return table
+
+
+def _tested(job: Job) -> str:
+    """How many cells of its test a run has done, of how many."""
+    done = 0
+    if (job.folder / EVAL).is_file():
+        done = len(read_result(job, _arm(job))["tasks"][Recall.name]["cells"])
+    return f"{done}/{len(task_of(job).groups())}"
+
+
+def _read_run(job: Job) -> dict[str, Any]:
+    """What came out of a run."""
+    result = read_result(job, _arm(job))
+    trained, cells = result["training"], result["tasks"][Recall.name]["cells"]
+    return {
+        "model": _arm(job),
+        "seed": job.config.seed,
+        "parameters": int(trained["parameters"]),
+        "steps": int(trained["steps"]),
+        "cpu_seconds": round(trained["cpu_seconds"], 1),
+        "held_out": trained["eval_accuracy"],
+        "recall": [{**cell["group"], "value": cell["value"], "sequences": cell["count"]} for cell in cells],
+    }
+
+
+@torch.no_grad()
+def surprise_along(model: TitansForCausalLM, task: Recall, sequences: int = SURPRISED, seed: int = 0) -> dict[str, Any]:
+    """How surprised the memories of a model are along sequences of facts, fillers, the same facts, and changed ones.
+
+    A changed fact has the key of one fact and the value of another: both tokens are known, only their bond is new.
+
+    Returns:
+        ``parts``, (name, number of tokens) of the sequences, and ``layers``, for each layer and token the norm of the
+        gradient, all heads together, as a mean over the sequences.
+    """
+    rng = random.Random(f"surprise {seed}")
+    rows = []
+    for _ in range(sequences):
+        pairs = task.draw_pairs(rng, task.pairs, "test")
+        while len(set(pairs.values())) < task.pairs:
+            pairs = task.draw_pairs(rng, task.pairs, "test")
+        keys, told = list(pairs), list(pairs.values())
+        facts = [token for pair in zip(keys, told, strict=True) for token in pair]
+        changed = [token for pair in zip(keys, told[1:] + told[:1], strict=True) for token in pair]
+        rows.append([*facts, *task.draw_fillers(rng, PAUSE), *facts, *changed])
+    model.eval()
+    with record_memory(model) as records:
+        model(torch.tensor(rows), use_cache=False)
+    norms = [torch.cat([each.gradient_norm for each in record.surprise], dim=-1) for record in records]
+    tokens = len(rows[0])
+    layers = torch.stack([norm[..., -tokens:].square().sum(1).sqrt().mean(0) for norm in norms])  # (layers, tokens)
+    parts = [[NEW, 2 * task.pairs], [FILLERS, PAUSE], [AGAIN, 2 * task.pairs], [CHANGED, 2 * task.pairs]]
+    return {"parts": parts, "layers": layers.tolist()}
+
+
+def surprise_of(report: Report, name: str) -> float:
+    """Of the first layer: the mean over the values of the facts of a part, or over all fillers."""
+    start = 0
+    for part, count in report["surprise"]["parts"]:
+        if part == name:
+            values = report["surprise"]["layers"][0][start : start + count]
+            return fmean(values if part == FILLERS else values[1::2])
+        start += count
+    raise ValueError(f"name is {name!r}; expected a part of the sequence")
+
+
+def _speed_settings(quick: bool) -> ModelBenchmarkSettings:
+    return replace(SPEED, lengths=(128, 256), repeats=1) if quick else SPEED
+
+
+def _measure_speed(settings: ModelBenchmarkSettings, console: Console) -> dict[str, Any]:
+    """Tokens per second of a forward pass, the median of the rounds, of our model and of a Llama of the same size."""
+    with console.status("measuring speed") as status:
+        measured = run_model_benchmark(settings, lambda done, total, what: status.update(f"speed, {what}"))
+    speeds: dict[str, dict[int, float]] = {name: {} for name in NAMES.values()}
+    for result in measured["results"]:
+        speeds[NAMES[result["contender"]]][result["length"]] = result["length"] / result["median_seconds"]
+    lengths = [length for length in settings.lengths if all(length in speed for speed in speeds.values())]
+    return {
+        "lengths": lengths,
+        "tokens_per_second": {name: [speed[length] for length in lengths] for name, speed in speeds.items()},
+        "parameters": {NAMES[each["name"]]: each["parameters"] for each in measured["contenders"]},
+        "machine": machine_text(measured["machine"]),
+        # that the machine was busy is no news: the runs have only just ended
+        "notices": [notice for notice in measured["notices"] if notice not in busy_notices(measured["machine"])],
+    }
+
+
+def recalls(report: Report, model: str, length: int, depth: float = 0.0) -> list[float]:
+    """What each seed recalls at a length and a depth; a run that diverged recalls nothing."""
+    return [
+        cell["value"] or 0.0
+        for run in report["runs"]
+        if run["model"] == model
+        for cell in run["recall"]
+        if (cell["length"], cell["depth"]) == (length, depth)
+    ]
+
+
+def summary(report: Report) -> list[str]:
+    """Three sentences: what this is, and what the figures show."""
+    near, far = report["trained_at"], report["lengths"][-1]
+    shown = {arm: [f"{fmean(recalls(report, arm, n)):.1%}" for n in (near, far)] for arm in ARMS}
+    return [
+        "A Titans model learns while it reads: each token is one step of gradient descent on the weights of a small "
+        "network, its memory, which still knows what attention no longer sees.",
+        f"Trained on sequences of {near} tokens, with attention that sees {report['window']}, it recalls "
+        f"{shown[WITH][0]} of {report['pairs']} facts from the start of such a sequence and {shown[WITH][1]} at "
+        f"{far:,} tokens, {far // near} times as long.",
+        f"The same model, trained alike with its memory switched off, recalls {shown[WITHOUT][0]} and "
+        f"{shown[WITHOUT][1]}, where guessing gives {report['chance']:.1%}.",
+    ]
+
+
+def about_surprise(report: Report) -> str:
+    """A sentence with the figures of the surprise."""
+    new, again, changed = (surprise_of(report, name) for name in (NEW, AGAIN, CHANGED))
+    return (
+        f"The memory's surprise at the value of a new fact is {new:.2f}, at the same fact again {again:.2f}, and "
+        f"{changed:.2f} when a known key comes with the value of another."
     )
-    with Progress(*columns, console=console) as progress:
-        bars = [progress.add_task(job.title, total=job.config.steps, figures="", start=False) for job in jobs]
-
-        def move(index: int, step: int, loss: float, accuracy: float) -> None:
-            if step == 1:
-                progress.start_task(bars[index])
-            progress.update(bars[index], completed=step, figures=f"loss {loss:.3f}  recall {accuracy:4.0%}")
-
-        yield move
 
 
-def _run_all(jobs: Sequence[_Job], workers: int, console: Console) -> list[dict[str, Any]]:
-    """Run every job, `workers` at a time, and return what each of them returned, in their order."""
-    with _progress_bars(jobs, console) as move:
-        if workers == 1:
-            return [job.run(_bind(move, index)) for index, job in enumerate(jobs)]
-        context = get_context("spawn")
-        steps = context.Queue()
-        pool = ProcessPoolExecutor(workers, context, initializer=_start_worker, initargs=(steps,))
-        try:
-            futures = [pool.submit(_run_in_worker, index, job) for index, job in enumerate(jobs)]
-            _follow(futures, steps, move)
-            return [future.result() for future in futures]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+def about_speed(report: Report) -> str:
+    """A sentence with the figures of the speed."""
+    lengths, speeds = report["speed"]["lengths"], report["speed"]["tokens_per_second"]
+    ours, theirs = speeds[OURS], speeds[THEIRS]
+    text = (
+        f"From {lengths[0]:,} to {lengths[-1]:,} tokens {OURS} goes from {ours[0]:,.0f} to {ours[-1]:,.0f} tokens a "
+        f"second, and a {THEIRS} of the same size from {theirs[0]:,.0f} to {theirs[-1]:,.0f}"
+    )
+    backwards = reversed(list(zip(lengths, ours, theirs, strict=True)))
+    faster = [length for length, _, _ in takewhile(lambda each: each[1] > LEAD * each[2], backwards)]
+    return f"{text}: {OURS} is faster from {faster[-1]:,} on." if faster else f"{text}."
 
 
-def _follow(futures: Sequence[Future[dict[str, Any]]], steps: Any, move: Move) -> None:
-    """Move the bars until every job is done, or one has failed."""
-    while not all(future.done() for future in futures):
-        if any(future.done() and future.exception() for future in futures):
-            return
-        try:
-            move(*steps.get(timeout=0.2))
-        except queue.Empty:
-            continue
-    while not steps.empty():
-        move(*steps.get())
+def recall_table(report: Report) -> Table:
+    """Recall against length: a row a length, and the seeds in brackets."""
+    header = ["length", "x training", *(f"{name} (seeds)" for name in ARMS)]
+    rows = []
+    for length in report["lengths"]:
+        row = [f"{length:,}", f"{length / report['trained_at']:g}"]
+        for arm in ARMS:
+            each = recalls(report, arm, length)
+            row.append(f"{fmean(each):.1%} ({' '.join(f'{100 * value:.1f}' for value in each)})")
+        rows.append(row)
+    return Table(header, rows, f"Recall of {report['pairs']} facts from the start of the sequence.")
 
 
-def _bind(move: Move, index: int) -> OnStep:
-    return lambda step, loss, accuracy: move(index, step, loss, accuracy)
+def draw_table(report: Report) -> Drawn:
+    """The same for a terminal."""
+    table = recall_table(report)
+    drawn = Drawn(title=table.caption, title_justify="left", title_style="bold")
+    for name in table.header:
+        drawn.add_column(name, justify="right")
+    for row in table.rows:
+        drawn.add_row(*row)
+    return drawn
 
 
-_steps: Any = None  # a worker's way to tell the parent how far it is
+def write_page(report: Report, out: Path) -> Path:
+    """Write `report.html` and its pictures; returns the path of the page."""
+    return write_report([], out, report["title"], _sections(report))
 
 
-def _start_worker(steps: Any) -> None:
-    global _steps
-    _steps = steps
-    torch.set_num_threads(1)
+def _sections(report: Report) -> list[Section]:
+    short = [*summary(report), *([QUICK] if report["quick"] else [])]
+    pairs, speed = report["pairs"], report["speed"]
+    recall = Figure("recall", plot_recall(report), "Recall against length, with memory and with the memory off")
+    surprise = Figure("surprise", plot_surprise(report), "The memory's surprise at each token of a sequence")
+    return [
+        Section("In short", short, figures=[recall]),
+        Section(
+            "Wherever the facts stand",
+            [
+                f"The {pairs} facts stand at any depth of the sequence: 0 is its start, 1 just before the questions. "
+                "Numbers are the share that is recalled, in percent, as a mean over the seeds.",
+            ],
+            figures=[plot_needle(report, arm) for arm in ARMS],
+        ),
+        Section(
+            "What surprises the memory",
+            [
+                f"The model reads {pairs} facts, {PAUSE} fillers, the same facts again, and then the same keys with "
+                "each other's values. Surprise is the norm of the gradient that a token sends into the memory, which "
+                "is what the memory learns from; the figure shows the memory of the first layer, as a mean of "
+                f"{SURPRISED} sequences.",
+                about_surprise(report),
+            ],
+            figures=[surprise],
+        ),
+        Section(
+            "Speed against length",
+            [
+                f"A forward pass over one sequence, one thread, the median of {report['settings']['speed']['repeats']} "
+                f"alternating rounds: {OURS} (MAC, segments of {report['settings']['speed']['segment']} tokens, "
+                f"{speed['parameters'][OURS]:,} parameters) and Llama of transformers "
+                f"({speed['parameters'][THEIRS]:,}), whose attention sees all tokens before.",
+                about_speed(report),
+                *(f"{notice[0].upper()}{notice[1:]}" for notice in speed["notices"]),
+            ],
+            figures=[plot_speed(report)],
+        ),
+        _made_section(report),
+    ]
 
 
-def _run_in_worker(index: int, job: _Job) -> dict[str, Any]:
-    return job.run(lambda step, loss, accuracy: _steps.put((index, step, loss, accuracy)))
+def _made_section(report: Report) -> Section:
+    header = ["model", "seed", "parameters", "steps", "CPU seconds", "held-out accuracy"]
+    rows = [
+        [run["model"], str(run["seed"]), f"{run['parameters']:,}", str(run["steps"]), f"{run['cpu_seconds']:.0f}",
+         f"{run['held_out']:.1%}"]
+        for run in report["runs"]
+    ]  # fmt: skip
+    caption = f"Training on {report['trained_at']} tokens, the facts at any depth; held out are other facts."
+    made = (
+        f"Made by the command '{report['command']}' on {report['date']} in {report['seconds']:,.0f} seconds, titans "
+        f"{report['versions']['titans']}, {report['speed']['machine']}."
+    )
+    return Section("How it was made", [made], [recall_table(report), Table(header, rows, caption)])
+
+
+def plot_recall(report: Report) -> bytes:
+    """Recall against length as PNG: a thick line for the mean, thin ones for the seeds."""
+    lengths, window = report["lengths"], report["window"]
+    with drawing(4.3) as (axes, buffer):
+        handles: dict[str, Any] = {}
+        for number, arm in enumerate(ARMS):
+            colour = COLOURS[number]
+            each = [recalls(report, arm, length) for length in lengths]
+            for run in zip(*each, strict=True):
+                axes.plot(lengths, run, color=colour, linewidth=0.8, alpha=0.5)
+            style: dict[str, Any] = {
+                "color": colour,
+                "linewidth": 2.6,
+                "marker": "os"[number],
+                "markersize": 7,
+                "clip_on": False,
+            }
+            (handles[arm],) = axes.plot(lengths, [fmean(values) for values in each], **style)
+        handles["chance"] = axes.axhline(report["chance"], color=GREY, linewidth=1.4, linestyle="--", zorder=1)
+        handles["trained here"] = axes.axvline(report["trained_at"], color=GREY, linewidth=1.6, linestyle=":", zorder=1)
+        axes.axvspan(window / 2, window, color="#f0e442", alpha=0.5, linewidth=0)
+        axes.text(window / 2**0.5, 0.5, f"attention\nsees {window}", rotation=90, ha="center", va="center", fontsize=12)
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(window / 2, lengths[-1] * 1.25)
+        axes.set_xticks([window, *lengths], [short_number(place) for place in (window, *lengths)])
+        axes.set_ylim(-0.03, 1.03)
+        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
+        axes.grid(axis="y", color="#e3e3e3")
+        title = "Facts from the start, asked for at the end"
+        finish_axes(axes, title, "length of the sequence (tokens)", "facts recalled (%)", handles)
+    return buffer.getvalue()
+
+
+def plot_needle(report: Report, arm: str) -> Figure:
+    """Recall by depth and length, as a heat map."""
+    lengths, depths = report["lengths"], report["depths"]
+    png = plot_heat(
+        [short_number(length) for length in lengths],
+        [short_number(depth) for depth in depths],
+        [[fmean(recalls(report, arm, length, depth)) for length in lengths] for depth in depths],
+        f"Facts recalled: {arm}",
+        "length (tokens)",
+        "depth of the facts",
+        "facts recalled (%)",
+        lambda value: f"{100 * value:.0f}",
+    )
+    return Figure(f"needle-{arm.replace(' ', '-')}", png, f"Recall by length and depth, {arm}")
+
+
+def plot_surprise(report: Report) -> bytes:
+    """Surprise of the first layer along a sequence as PNG: a bar a token, the parts of the sequence marked."""
+    values = report["surprise"]["layers"][0]
+    with drawing(3.9) as (axes, buffer):
+        start, kinds = 0, {"key": COLOURS[5], "value": COLOURS[0], "filler": "#999999"}
+        handles: dict[str, Any] = {}
+        top = 1.3 * max(values)
+        for number, (part, count) in enumerate(report["surprise"]["parts"]):
+            for kind, colour in kinds.items():
+                if (kind == "filler") == (part == FILLERS):
+                    step = 1 if kind == "filler" else 2
+                    places = range(start + (kind == "value"), start + count, step)
+                    bars = axes.bar(places, [values[place] for place in places], 0.85, color=colour)
+                    handles.setdefault(kind, bars)
+            if number:
+                axes.axvline(start - 0.5, color="#333333", linewidth=1)
+            axes.text(start + count / 2 - 0.5, top, part.replace(" ", "\n", 1), ha="center", va="top", fontsize=11)
+            start += count
+        axes.set_xlim(-0.5, start - 0.5)
+        axes.set_ylim(0, 1.02 * top)
+        axes.grid(axis="y", color="#e3e3e3")
+        finish_axes(axes, "What surprises the memory", "token of the sequence", "surprise", handles)
+    return buffer.getvalue()
+
+
+def plot_speed(report: Report) -> Figure:
+    """Tokens per second against length."""
+    lengths, speeds = report["speed"]["lengths"], report["speed"]["tokens_per_second"]
+    curves = [Curve(name, speeds[name], style=style) for style, name in enumerate((OURS, THEIRS))]
+    png = plot_lines(
+        lengths, curves, "Tokens a second, reading one sequence", "length (tokens)",
+        "tokens a second",
+    )  # fmt: skip
+    return Figure("speed", png, f"Tokens a second against length, {OURS} and {THEIRS}")

@@ -76,7 +76,7 @@ def plot_lines(
     """
     trained = {curve.trained_at for curve in curves if curve.trained_at is not None}
     named = len(curves) + (chance is not None) + bool(trained)
-    with _drawing(3.7 + _legend_height([_short(curve.name) for curve in curves], named)) as (axes, buffer):
+    with drawing(3.7 + _legend_height([_short(curve.name) for curve in curves], named)) as (axes, buffer):
         handles: dict[str, Any] = {}
         for curve in curves:
             for run in curve.runs:
@@ -95,7 +95,7 @@ def plot_lines(
         _number_axis(axes, places, trained)
         _value_axis(axes, "y", curves, percent)
         axes.grid(axis="y", color="#e3e3e3")
-        _finish(axes, title, x_label, y_label, handles)
+        finish_axes(axes, title, x_label, y_label, handles)
     return buffer.getvalue()
 
 
@@ -117,7 +117,7 @@ def plot_bars(
     step = count * thickness + 0.14
     named = count + (chance is not None)
     height = 1.3 + step * len(words) + _legend_height([_short(curve.name) for curve in curves], named)
-    with _drawing(height) as (axes, buffer):
+    with drawing(height) as (axes, buffer):
         handles: dict[str, Any] = {}
         for index, curve in enumerate(curves):
             places = [place + (index - (count - 1) / 2) * thickness / step for place in range(len(words))]
@@ -139,7 +139,7 @@ def plot_bars(
         axes.set_ylim(len(words) - 0.5, -0.5)
         _value_axis(axes, "x", curves, percent)
         axes.grid(axis="x", color="#e3e3e3")
-        _finish(axes, title, y_label, x_label, handles)
+        finish_axes(axes, title, y_label, x_label, handles)
     return buffer.getvalue()
 
 
@@ -167,7 +167,7 @@ def plot_heat(
     texts = [["–" if value is None else show(value) for value in row] for row in values]
     letters = max(len(text) for row in texts for text in row)
     size = min(12.0, 0.85 * 72 * 3.9 / len(columns) / (LETTER * letters))
-    with _drawing(1.6 + 0.42 * max(len(rows), 3)) as (axes, buffer):
+    with drawing(1.6 + 0.42 * max(len(rows), 3)) as (axes, buffer):
         image = axes.imshow([_gaps(row) for row in values], "viridis", aspect="auto", vmin=limits[0], vmax=limits[1])
         axes.set_facecolor("#dddddd")
         for y, row in enumerate(values):
@@ -183,7 +183,7 @@ def plot_heat(
         bar = axes.figure.colorbar(image, ax=axes, format=FuncFormatter(lambda value, _: show(value)))
         bar.set_label(value_label)
         bar.outline.set_visible(False)
-        _finish(axes, title, x_label, y_label, {})
+        finish_axes(axes, title, x_label, y_label, {})
     return buffer.getvalue()
 
 
@@ -214,7 +214,7 @@ def thin(places: Sequence[float], least: float = 1 / 9) -> list[int]:
 
 
 @contextmanager
-def _drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
+def drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
     """Axes to draw on, whatever settings a user has for other figures; the PNG is in the buffer afterwards."""
     from matplotlib import style
     from matplotlib.figure import Figure
@@ -227,7 +227,8 @@ def _drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
         figure.savefig(buffer, format="png")
 
 
-def _finish(axes: Axes, title: str, x_label: str, y_label: str, handles: dict[str, Any]) -> None:
+def finish_axes(axes: Axes, title: str, x_label: str, y_label: str, handles: dict[str, Any]) -> None:
+    """Title, labels and, for more than one handle, a legend."""
     lines = textwrap.wrap(title, 46, max_lines=3, placeholder=" …")
     axes.figure.suptitle("\n".join(lines), x=0.01, ha="left")
     axes.set_xlabel("\n".join(textwrap.wrap(x_label, 48)))
