@@ -143,7 +143,10 @@ def _read_run(model: str, seed: int, config: TrainConfig) -> dict[str, Any]:
     folder = Path(config.output)
     result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
     lines = read_metrics(folder / METRICS)
-    points = {line["step"]: line["eval_loss"] for line in lines if line.get("eval_loss")}  # a step's last one counts
+    points: dict[int, float] = {}
+    for line in lines:
+        if line.get("eval_loss"):
+            points.setdefault(line["step"], line["eval_loss"])  # the last validation reads other tokens than those before
     curve = [(step * config.batch_tokens, loss) for step, loss in points.items()]
     return {"model": model, "seed": seed, "curve": curve, "learning_rate": config.learning_rate, **result}
 
