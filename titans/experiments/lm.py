@@ -146,7 +146,7 @@ def _read_run(model: str, seed: int, config: TrainConfig) -> dict[str, Any]:
     points: dict[int, float] = {}
     for line in lines:
         if line.get("eval_loss"):
-            points.setdefault(line["step"], line["eval_loss"])  # the last validation reads other tokens than those before
+            points.setdefault(line["step"], line["eval_loss"])  # the validation at the end reads more than those before
     curve = [(step * config.batch_tokens, loss) for step, loss in points.items()]
     return {"model": model, "seed": seed, "curve": curve, "learning_rate": config.learning_rate, **result}
 
