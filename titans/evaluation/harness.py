@@ -6,9 +6,7 @@
 from __future__ import annotations
 
 import json
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
@@ -21,6 +19,7 @@ from titans.evaluation.statistics import bootstrap
 from titans.files import write_atomically
 from titans.models import TitansForCausalLM
 from titans.models.loading import sentence
+from titans.models.tokenizer import quiet_logger
 from titans.tasks import Answer, Example
 from titans.tasks.commonsense import CHOICES, SCHEMA, Row, find_files, read_file, read_local
 from titans.tasks.language import join_tokens
@@ -84,7 +83,7 @@ def evaluate_with_harness(
         raise ValueError("tasks is empty; expected at least one name")
     if limit is not None and limit < 1:
         raise ValueError(f"limit is {limit}; expected at least 1")
-    with _quiet():
+    with quiet_logger("lm_eval"):
         loaded = _load_tasks(tasks, {} if data is None else local_tasks(data), include_path)
         try:
             found = _module("lm_eval").simple_evaluate(
@@ -229,18 +228,6 @@ def _own(row: Row) -> dict[str, Any]:
     else:
         asked = {"doc_to_text": "gold", "doc_to_choice": "{{context_options}}", "doc_to_target": "{{continuation}}"}
     return {"output_type": "multiple_choice", "metric_list": means, "metadata": {"version": 1.0}, **asked}
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """lm-eval without advice on how to call it."""
-    logger = logging.getLogger("lm_eval")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
 
 
 def _module(name: str) -> Any:

@@ -149,9 +149,9 @@ def may_be_on_hub(name: str, pattern: str) -> bool:
 
 
 @contextmanager
-def quiet_hub() -> Iterator[None]:
-    """While open, the hub's library keeps its warnings about every attempt to itself."""
-    logger = logging.getLogger("huggingface_hub")
+def quiet_logger(name: str) -> Iterator[None]:
+    """While open, a library keeps its warnings and its advice to itself."""
+    logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
@@ -209,7 +209,7 @@ def _with_specials(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
 
 def _read_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
-        with quiet_hub():
+        with quiet_logger("huggingface_hub"):
             return AutoTokenizer.from_pretrained(name)
     except Exception as error:  # damaged files raise whatever the part that reads them raises
         if Path(name).is_dir():

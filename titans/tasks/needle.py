@@ -125,19 +125,13 @@ class Needle(Task):
 
 
 @dataclass(frozen=True)
-class NeedleNoise(Needle):
-    """A number in one line that is repeated.
+class _Number(Needle):
+    """A number is hidden.
 
     Attributes:
         digits: of the number.
     """
 
-    name: ClassVar[str] = "needle-noise"
-    title: ClassVar[str] = "Number in repeated noise (S-NIAH-PK)"
-    source: ClassVar[str] = (
-        "RULER (arXiv 2404.06654), niah_single_1, with keys of our own words and at depths of choice"
-    )
-    glue: ClassVar[str] = "\n"
     digits: int = 7
 
     def __post_init__(self) -> None:
@@ -152,6 +146,18 @@ class NeedleNoise(Needle):
     def any_value(self, rng: random.Random) -> str:
         """A number."""
         return draw_number(rng, self.digits)
+
+
+@dataclass(frozen=True)
+class NeedleNoise(_Number):
+    """A number in one line that is repeated."""
+
+    name: ClassVar[str] = "needle-noise"
+    title: ClassVar[str] = "Number in repeated noise (S-NIAH-PK)"
+    source: ClassVar[str] = (
+        "RULER (arXiv 2404.06654), niah_single_1, with keys of our own words and at depths of choice"
+    )
+    glue: ClassVar[str] = "\n"
 
     def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
         """The line, again and again."""
@@ -182,32 +188,14 @@ class _InEssays(Needle):
 
 
 @dataclass(frozen=True)
-class NeedleEssay(_InEssays):
-    """A number in essays.
-
-    Attributes:
-        digits: of the number.
-    """
+class NeedleEssay(_Number, _InEssays):
+    """A number in essays."""
 
     name: ClassVar[str] = "needle-essay"
     title: ClassVar[str] = "Number in essays (S-NIAH-N)"
     source: ClassVar[str] = (
         "RULER (arXiv 2404.06654), niah_single_2, with keys of our own words and at depths of choice"
     )
-    digits: int = 7
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_digits(self.digits)
-
-    @property
-    def chance(self) -> float:
-        """One of the numbers with so many digits."""
-        return share_of_numbers(self.digits)
-
-    def any_value(self, rng: random.Random) -> str:
-        """A number."""
-        return draw_number(rng, self.digits)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from titans.models.tokenizer import may_be_on_hub, quiet_hub
+from titans.models.tokenizer import may_be_on_hub, quiet_logger
 
 MIN_BYTES = 64
 SHARD_BYTES = 8 << 20
@@ -408,7 +408,7 @@ def load_hub_dataset(name: str, reading: Reading) -> HubDataset:
     bars = datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()
     try:
-        with quiet_hub():
+        with quiet_logger("huggingface_hub"):
             rows = datasets.load_dataset(name, reading.name, split=split)
     except Exception as error:  # whatever the part that downloads, reads or builds it raises
         wrong = " ".join(str(error).split()).rstrip(".") or type(error).__name__
