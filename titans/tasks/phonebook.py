@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titans.tasks.background import split_of, writer_for
-from titans.tasks.base import Answer, Example, Group, Task
+from titans.tasks.base import Answer, Example, Group, Task, TooShortError
 from titans.tasks.needle import check_digits, draw_name, draw_number, share_of_numbers
 
 TRIES = 1000
@@ -69,7 +69,7 @@ class Phonebook(Task):
             names.append(name)
             lines.append(line)
         if not lines:
-            raise ValueError(f"length is {group['length']}; expected room for one name and number, twice")
+            raise TooShortError(f"length is {group['length']}; expected room for one name and number, twice")
         if "share" in group:
             lines = lines[: 1 + int(group["share"] * len(lines))]
         tokens = [*writer.opening, *(token for name, number in lines for token in (*name, *number))]

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from titans.tasks import IGNORED, Task, example
+from titans.tasks import IGNORED, Example, Task, TooShortError, example
 
 Row = dict[str, Tensor]
 
@@ -235,7 +235,7 @@ class TaskRows(Dataset[Row]):
     """Sequences that tasks draw: a row is ``length`` tokens as one sequence, or as several shorter ones.
 
     Args:
-        tasks: they take turns by chance.
+        tasks: they take turns by chance; one that a sequence is too short for sits it out.
         tokenizer: of tasks of text.
         length: of a row.
         split: of the tasks.
@@ -270,11 +270,20 @@ class TaskRows(Dataset[Row]):
         labels = np.full((several, size), IGNORED, dtype=np.int64)
         for place in range(several):
             number = index * self.length + place  # no two sequences of a run have the same one
-            task = self.tasks[random.Random(f"{self.seed} {number}").randrange(len(self.tasks))]
-            drawn = example(task, self.split, self.seed, number, size, self.tokenizer)
+            drawn = self._draw(number, size)
             inputs[place, : len(drawn.tokens)] = drawn.tokens
             labels[place, : len(drawn.tokens)] = drawn.labels()
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
+
+    def _draw(self, number: int, size: int) -> Example:
+        """A sequence of the first task, in an order by chance, that has one of at most ``size`` tokens."""
+        order = random.Random(f"{self.seed} {number}").sample(self.tasks, len(self.tasks))
+        for task in order[:-1]:
+            try:
+                return example(task, self.split, self.seed, number, size, self.tokenizer)
+            except TooShortError:
+                pass
+        return example(order[-1], self.split, self.seed, number, size, self.tokenizer)
 
 
 def _row(tokens: NDArray[np.int64], length: int) -> Row:

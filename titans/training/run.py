@@ -222,7 +222,8 @@ def _open_tasks(config: TrainConfig) -> Data:
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     data = Data(tokenizer, None, None, f"{config.data} {sorted(config.task.items())}", tuple(tasks))
     for task in tasks:  # said now, and not by a data worker
-        example(task, "train", config.seed, 0, config.shortest or config.length, tokenizer)
+        example(task, "train", config.seed, 0, config.length, tokenizer)
+    TaskRows(tasks, tokenizer, config.shortest or config.length, "train", config.seed, 1)[0]
     return data
 
 
