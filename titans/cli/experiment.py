@@ -14,6 +14,15 @@ from titans.cli.common import bar, names, numbers, pairs
 from titans.experiments import ON_TASKS
 
 app = typer.Typer(help="Run an experiment of the paper: several models, several seeds, one report.")
+Data = Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")]
+Out = Annotated[Path, typer.Option(help="Folder of the experiment; runs that it has are kept.")]
+Names = Annotated[str | None, typer.Option(help="Some of the models, with commas between.")]
+Seeds = Annotated[str, typer.Option(help="Seeds, with commas between.")]
+Tokens = Annotated[int, typer.Option(help="Tokens of a run on text.")]
+Fields = Annotated[list[str], typer.Option(help="Of our configs, or of one, MODEL.NAME=VALUE.")]
+Depths = Annotated[str, typer.Option(help="Layers of the memory, with commas between.")]
+AtATime = Annotated[int, typer.Option(help="Runs side by side, one thread each.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -24,19 +33,19 @@ def _experiment(context: typer.Context) -> None:
 
 @app.command("lm")
 def lm(
-    data: Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")],
-    out: Annotated[Path, typer.Option(help="Folder of the experiment; runs that it has are kept.")] = Path("runs/lm"),
-    models: Annotated[str | None, typer.Option(help="Models, with commas between.")] = None,
+    data: Data,
+    out: Out = Path("runs/lm"),
+    models: Names = None,
     size: Annotated[str, typer.Option(help="Size of all models.")] = "1.5m",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
-    tokens: Annotated[int, typer.Option(help="Tokens of a run.")] = 1_500_000,
+    seeds: Seeds = "0,1,2",
+    tokens: Tokens = 1_500_000,
     length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
     batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Of all models.")] = 4e-3,
     rate: Annotated[list[str], typer.Option(help="Of one model: NAME=RATE; may be given again.")] = [],  # noqa: B006
-    field: Annotated[list[str], typer.Option(help="Of our configs, or of one, MODEL.NAME=VALUE.")] = [],  # noqa: B006
-    at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+    field: Fields = [],  # noqa: B006
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
 ) -> None:
     """Train our models and their baselines at equal parameters on equal tokens, and compare their validation loss."""
     from titans.experiments.lm import MODELS, LMExperiment, markdown, run_experiment
@@ -67,18 +76,18 @@ def lm(
 
 @app.command("ablation")
 def ablation(
-    data: Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")],
-    out: Annotated[Path, typer.Option(help="Folder; runs that it has are kept.")] = Path("runs/ablation"),
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
-    tokens: Annotated[int, typer.Option(help="Tokens of a run on text.")] = 500_000,
-    field: Annotated[list[str], typer.Option(help="Of our configs in the runs on text, NAME=VALUE.")] = [],  # noqa: B006
-    at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+    data: Data,
+    out: Out = Path("runs/ablation"),
+    seeds: Seeds = "0,1,2",
+    tokens: Tokens = 500_000,
+    field: Fields = [],  # noqa: B006
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
 ) -> None:
     """Leave out one part of the memory after the other, on text and on recall: the paper's Table 5."""
     from titans.experiments.ablation import paper_table, run_ablation
     from titans.experiments.lm import LMExperiment
-    from titans.experiments.tasks import as_markdown
+    from titans.experiments.results import as_markdown
 
     try:
         language = LMExperiment(
@@ -99,15 +108,15 @@ def ablation(
 
 @app.command("depth")
 def depth(
-    data: Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")],
-    out: Annotated[Path, typer.Option(help="Folder; runs that it has are kept.")] = Path("runs/depth"),
-    depths: Annotated[str, typer.Option(help="Layers of the memory, with commas between.")] = "1,2,3,4",
-    seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
-    tokens: Annotated[int, typer.Option(help="Tokens of a run.")] = 500_000,
+    data: Data,
+    out: Out = Path("runs/depth"),
+    depths: Depths = "1,2,3,4",
+    seeds: Seeds = "0,1,2",
+    tokens: Tokens = 500_000,
     read: Annotated[int, typer.Option(min=64, help="Tokens that a model reads at a stretch when it is tested.")] = 2048,
-    field: Annotated[list[str], typer.Option(help="Of our configs, NAME=VALUE.")] = [],  # noqa: B006
-    at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
-    quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+    field: Fields = [],  # noqa: B006
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
 ) -> None:
     """Train memories of one to four layers, and see how the loss falls along the text: the paper's Figure 7."""
     from titans.experiments.depth import run_depth
@@ -133,8 +142,8 @@ def depth(
 
 @app.command("memory")
 def memory(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/memory"),
-    quick: Annotated[bool, typer.Option("--quick", help="Small memories: shows that it works.")] = False,
+    out: Out = Path("runs/memory"),
+    quick: Quick = False,
 ) -> None:
     """How many pairs an untrained memory holds, by depth and width, and how long it holds them."""
     from titans.experiments.memory import run_memory
@@ -147,13 +156,13 @@ def memory(
 
 @app.command("throughput")
 def throughput(
-    out: Annotated[Path, typer.Option(help="Folder of the report.")] = Path("runs/throughput"),
+    out: Out = Path("runs/throughput"),
     lengths: Annotated[str, typer.Option(help="Tokens per sequence, with commas between.")] = "512,2048,8192,16384",
-    depths: Annotated[str, typer.Option(help="Layers of the memory, with commas between.")] = "1,2,3,4",
-    models: Annotated[str | None, typer.Option(help="Models, with commas between.")] = None,
+    depths: Depths = "1,2,3,4",
+    models: Names = None,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved rounds of timing.")] = 3,
     memory_mode: Annotated[str, typer.Option(help="Rule of our memories: exact or chunked.")] = "exact",
-    quick: Annotated[bool, typer.Option("--quick", help="Short sequences: shows that it works.")] = False,
+    quick: Quick = False,
 ) -> None:
     """Training speed against length, and against the memory's depth: the paper's Figures 8 and 9."""
     from titans.experiments.throughput import MODELS, run_throughput
@@ -179,16 +188,16 @@ def _task_command(name: str, about: str) -> None:
 
     def command(
         out: Annotated[Path | None, typer.Option(help="Folder; runs that it has are kept. Default: runs/NAME.")] = None,
-        models: Annotated[str | None, typer.Option(help="Some of its models, with commas between.")] = None,
-        seeds: Annotated[str, typer.Option(help="Seeds, with commas between.")] = "0,1,2",
+        models: Names = None,
+        seeds: Seeds = "0,1,2",
         setting: Annotated[
             list[str], typer.Option("--set", help="Of its tasks, NAME=VALUE, such as haystack=FOLDER; may be repeated.")
         ] = [],  # noqa: B006
         train: Annotated[
             list[str], typer.Option("--train", help="Of the training, FIELD=VALUE, such as steps=400; may be repeated.")
         ] = [],  # noqa: B006
-        at_a_time: Annotated[int, typer.Option(help="Runs side by side, one thread each.")] = 2,
-        quick: Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")] = False,
+        at_a_time: AtATime = 2,
+        quick: Quick = False,
     ) -> None:
         from rich.console import Console
 

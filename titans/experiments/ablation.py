@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -13,9 +12,9 @@ from typing import Any
 from titans.evaluation.report import Section, Table, write_report
 from titans.experiments.catalogue import PARTS, recall
 from titans.experiments.lm import LMExperiment, run_experiment
+from titans.experiments.results import as_markdown, write_results
 from titans.experiments.runs import Progress
-from titans.experiments.tasks import TaskExperiment, as_markdown, run_tasks
-from titans.files import write_atomically
+from titans.experiments.tasks import TaskExperiment, run_tasks
 
 MODELS = ("mac", "mag", "mal")
 # Table 5 of the paper: perplexity of language modelling, accuracy of reasoning, accuracy over long contexts.
@@ -67,8 +66,7 @@ def run_ablation(
         "recall": pairs["results"],
     }
     table = paper_table(report["rows"])
-    write_atomically(out / "ablation.json", json.dumps(report, indent=1, allow_nan=False).encode())
-    write_atomically(out / "ablation.md", (as_markdown(table) + "\n").encode())
+    write_results(report, as_markdown(table) + "\n", out)
     section = Section("The table of the paper, and ours beside it", [_about(language)], [table])
     write_report(pairs["results"], out, "What each part of the memory is worth", [section])
     return report

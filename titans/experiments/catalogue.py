@@ -87,8 +87,8 @@ def tracking(task: str) -> Make:
             "gated-deltanet": RECALL | {"name": "gated-deltanet"},
             "sliding-window": RECALL | {"name": "sliding-window", "window_size": 64},
         }
-        train = {**SCHEDULE, "data": f"task:{task}", "task": dict(settings), "length": 32, "batch_tokens": 2048,
-                 "steps": 1000, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
+        train = {**SCHEDULE, "data": f"task:{task}", "task": dict(settings), "length": 32, "shortest": 8,
+                 "batch_tokens": 1024, "steps": 600, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
         return TaskExperiment(
             f"tracking-{task}",
             f"State tracking: {task}",
@@ -107,8 +107,8 @@ def reassigned(settings: Mapping[str, Any]) -> TaskExperiment:
     """Keys that get another value: what forgetting is for."""
     rows = {label: LMM | part for label, part in PARTS.items()}
     rows |= {name: RECALL | {"name": name} for name in ("gated-deltanet", "deltanet", "linear-attention")}
-    train = {**SCHEDULE, "data": "task:reassigned", "task": dict(settings), "length": 128, "batch_tokens": 2048,
-             "steps": 1000, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+    train = {**SCHEDULE, "data": "task:reassigned", "task": dict(settings), "length": 128, "shortest": 64,
+             "batch_tokens": 1024, "steps": 800, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
     return TaskExperiment(
         "reassigned",
         "Recall of keys that were rewritten",
@@ -124,8 +124,8 @@ def recall(settings: Mapping[str, Any]) -> TaskExperiment:
     rows = {label: LMM | part for label, part in PARTS.items()}
     rows |= {name.upper(): RECALL | {"name": name} for name in ("mac", "mag", "mal")}
     rows |= {"memory off": LMM | {"memory_writes": False}, "sliding-window": RECALL | {"name": "sliding-window"}}
-    train = {**SCHEDULE, "data": "task:recall", "task": dict(settings), "length": 64, "batch_tokens": 2048,
-             "steps": 800, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
+    train = {**SCHEDULE, "data": "task:recall", "task": dict(settings), "length": 64, "shortest": 32,
+             "batch_tokens": 1024, "steps": 800, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
     return TaskExperiment(
         "recall",
         "Associative recall, part by part",
@@ -151,8 +151,8 @@ def pairs(settings: Mapping[str, Any]) -> TaskExperiment:
         "sliding-window": RECALL | {"name": "sliding-window", "window_size": 64},
     }
     task = {"vocabulary": 256, "cells": [[32, 4], [64, 8], [128, 16], [256, 32], [512, 64]], **settings}
-    train = {**SCHEDULE, "data": "task:mqar", "task": task, "length": 128, "batch_tokens": 2048, "steps": 1000,
-             "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+    train = {**SCHEDULE, "data": "task:mqar", "task": task, "length": 128, "shortest": 32,
+             "batch_tokens": 1024, "steps": 800, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
     return TaskExperiment(
         "pairs",
         "Recall of ever more pairs at equal state",

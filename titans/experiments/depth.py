@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -11,9 +10,9 @@ from typing import Any
 
 from titans.evaluation.report import Section, Table, write_report
 from titans.experiments.lm import LMExperiment, run_experiment
+from titans.experiments.results import as_markdown, write_results
 from titans.experiments.runs import Exam, Job, Progress
-from titans.experiments.tasks import as_markdown, read_result
-from titans.files import write_atomically
+from titans.experiments.tasks import read_result
 
 DEPTHS = (1, 2, 3, 4)
 READ = 2048  # tokens that a model reads with one memory when it is tested
@@ -44,8 +43,7 @@ def run_depth(
     results = [read_result(Job(language.config(label, seed)), label) for seed in language.seeds for label in rows]
     table = depth_table(texts["table"], results)
     report = {"name": "depth", "command": command, "date": time.strftime("%Y-%m-%d"), "results": results, **texts}
-    write_atomically(out / "depth.json", json.dumps(report, indent=1, allow_nan=False).encode())
-    write_atomically(out / "depth.md", (as_markdown(table) + "\n").encode())
+    write_results(report, as_markdown(table) + "\n", out)
     about = (
         f"LMM with a memory of one to {max(depths)} layers, {language.size} parameters each, trained on "
         f"{language.tokens:,} tokens in sequences of {language.length}, tested on {read:,} tokens at a stretch."

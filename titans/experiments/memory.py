@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 from titans.evaluation.memory_tests import DEPTHS, WIDTHS, capacity, decay_of_association
 from titans.evaluation.plots import Curve, plot_lines
-from titans.evaluation.report import Figure, Section, Table, write_report
-from titans.experiments.tasks import as_markdown
-from titans.files import write_atomically
+from titans.evaluation.report import Figure, Section, Table
+from titans.experiments.results import write_sections
 
 Row = dict[str, Any]
 PASSES = (1, 16)  # how often the pairs are written
@@ -39,10 +37,7 @@ def run_memory(
         "capacity": [row | {"passes": passes} for passes, each in found.items() for row in each],
     }  # fmt: skip
     sections = [capacity_section(report["capacity"]), decay_section(decay)]
-    write_atomically(out / "memory.json", json.dumps(report, indent=1, allow_nan=False).encode())
-    words = [f"# {part.title}\n\n{part.paragraphs[0]}\n\n{as_markdown(part.tables[0])}\n" for part in sections]
-    write_atomically(out / "memory.md", "\n".join(words).encode())
-    write_report([], out, "What a memory holds, and for how long", sections)
+    write_sections(report, "What a memory holds, and for how long", sections, out)
     return report
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from titans.evaluation.evaluate import EVAL
 from titans.evaluation.report import Section, Table, result_tables, summarise, write_report
+from titans.experiments.results import as_markdown, write_results
 from titans.experiments.runs import Exam, Job, Progress, check_jobs, run_folder, run_jobs
-from titans.files import write_atomically
 from titans.models.configuration import VARIANTS
 from titans.training.config import RESULT, TrainConfig
 
@@ -96,8 +96,7 @@ def run_tasks(
         "results": results,
     }
     training = _training_table(results)
-    write_atomically(out / f"{experiment.name}.json", json.dumps(report, indent=1, allow_nan=False).encode())
-    write_atomically(out / f"{experiment.name}.md", markdown(report, training).encode())
+    write_results(report, markdown(report, training), out)
     section = Section("How the models were trained", [experiment.about], [training])
     write_report(results, out, experiment.title, [section])
     return report
@@ -132,10 +131,3 @@ def markdown(report: dict[str, Any], training: Table) -> str:
     for title, table in result_tables(report["results"]):
         parts += [f"## {title}", as_markdown(table)]
     return "\n\n".join(parts) + "\n"
-
-
-def as_markdown(table: Table) -> str:
-    """A table of the page as one of Markdown."""
-    lines = [table.header, ["---"] * len(table.header), *table.rows]
-    drawn = ["| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines]
-    return "\n".join([*drawn, *(["", table.caption] if table.caption else [])])

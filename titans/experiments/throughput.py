@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,9 +10,8 @@ from typing import Any
 
 from titans.evaluation.model_benchmark import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
 from titans.evaluation.plots import Curve, plot_lines
-from titans.evaluation.report import Figure, Section, Table, write_report
-from titans.experiments.tasks import as_markdown
-from titans.files import write_atomically
+from titans.evaluation.report import Figure, Section, Table
+from titans.experiments.results import write_sections
 
 LENGTHS = (512, 2048, 8192, 16384)
 DEPTHS = (1, 2, 3, 4)
@@ -49,10 +47,7 @@ def run_throughput(
         _section("Training speed against length", about, "length", {name: speeds(by_length, name) for name in models}),
         _section("Training speed against the memory's depth", about, "depth", ours),
     ]
-    write_atomically(out / "throughput.json", json.dumps(report, indent=1, allow_nan=False).encode())
-    words = [f"# {part.title}\n\n{part.paragraphs[0]}\n\n{as_markdown(part.tables[0])}\n" for part in sections]
-    write_atomically(out / "throughput.md", "\n".join(words).encode())
-    write_report([], out, "Training speed", sections)
+    write_sections(report, "Training speed", sections, out)
     return report
 
 
