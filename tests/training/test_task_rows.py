@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from tests.training.conftest import TINY
-from titans.tasks import IGNORED, TooShortError, example, make_task, make_tasks
+from titans.models.tokenizer import byte_tokenizer
+from titans.tasks import IGNORED, WrongLengthError, example, make_task, make_tasks
 from titans.training.config import TrainConfig, load_config
 from titans.training.data import TaskRows, collate
 from titans.training.run import train
@@ -49,14 +50,16 @@ def test_rows_are_the_same_whoever_asks_and_differ_between_splits_and_seeds() ->
     assert not torch.equal(ids("train", 0), ids("validation", 0))
 
 
-def test_a_task_that_a_sequence_is_too_short_for_sits_it_out() -> None:
+def test_a_task_that_has_no_sequence_of_a_length_sits_it_out() -> None:
     long, short = make_task("recall", {"pairs": 8}), make_task("recall", {"pairs": 2})
     rows = TaskRows([long, short], None, 32, "train", 0, 16, lambda row: 8 if row < 8 else 32)
     asked = [(rows[index]["labels"] != IGNORED).sum(-1).tolist() for index in range(16)]
     assert all(each == [2, 2, 2, 2] for each in asked[:8])
     assert {number for each in asked[8:] for number in each} == {2, 8}
-    with pytest.raises(TooShortError, match="length is 8; expected at least 24"):
+    with pytest.raises(WrongLengthError, match="length is 8; expected at least 24"):
         TaskRows([long], None, 8, "train", 0, 1)[0]
+    with pytest.raises(WrongLengthError, match="length is 300; expected at most 256, the longest of phonebook"):
+        example(make_task("phonebook", {"longest": 256}), "train", 0, 0, 300, byte_tokenizer())
 
 
 def test_sequences_double_until_they_have_the_length() -> None:

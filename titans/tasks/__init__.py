@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from titans.tasks.babilong import Babilong
-from titans.tasks.base import IGNORED, SPLITS, Answer, Example, Group, Task, TooShortError, example
+from titans.tasks.base import IGNORED, SPLITS, Answer, Example, Group, Task, WrongLengthError, example
 from titans.tasks.language import Lambada
 from titans.tasks.needle import NeedleEssay, NeedleNoise, NeedleWord
 from titans.tasks.phonebook import Phonebook
@@ -15,7 +15,7 @@ from titans.tasks.recall import MQAR, Reassigned, Recall, Retention
 from titans.tasks.tracking import S3, S5, ModularAddition, Parity
 
 __all__ = [
-    "IGNORED", "SPLITS", "TASKS", "Answer", "Example", "Group", "Task", "TooShortError", "deal_settings", "example",
+    "IGNORED", "SPLITS", "TASKS", "Answer", "Example", "Group", "Task", "WrongLengthError", "deal_settings", "example",
     "make_task", "make_tasks", "settings_of",
 ]  # fmt: skip
 

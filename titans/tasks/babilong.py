@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from titans.tasks.background import PARTS, WHOLE, split_of, text_files, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, TooShortError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
 
 PERSONS = ("Daniel", "John", "Mary", "Sandra")
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -134,7 +134,7 @@ class Babilong(Task):
             if sizes[-1] <= length:
                 break
         else:
-            raise TooShortError(f"length is {length}; expected at least {min(sizes)} for the facts of {self.task}")
+            raise WrongLengthError(f"length is {length}; expected at least {min(sizes)} for the facts of {self.task}")
         part = WHOLE if self.background is None else PARTS[split]
         background = writer.read(self.background, part)
         text, places = background.take(rng, length - sizes[-1], self.background is None, "background")

@@ -13,8 +13,8 @@ SPLITS = ("train", "validation", "test")
 Group = Mapping[str, Any]  # what the sequences of a cell of a table have in common: {"length": 4096, "depth": 0.5}
 
 
-class TooShortError(ValueError):
-    """A sequence of so few tokens has no room for what the task asks."""
+class WrongLengthError(ValueError):
+    """A task has no sequence of such a length."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
-        """A sequence of a group; a ``ValueError`` says why there is none: a :class:`TooShortError` for its length."""
+        """A sequence of a group; a ``ValueError`` says why there is none, a ``WrongLengthError`` of its length."""
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """What a training sequence of at most ``length`` tokens is about."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from titans.tasks.background import Sentences, Writer, split_of, text_files, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, TooShortError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INSTRUCTION = (
@@ -109,7 +109,7 @@ class Needle(Task):
         question, answer = writer.ask(QUESTION.format(**words), f" {value}")
         least = len(start) + len(needle) + len(question) + len(answer) + 1
         if length < least:
-            raise TooShortError(f"length is {length}; expected at least {least}")
+            raise WrongLengthError(f"length is {length}; expected at least {least}")
         hay, places = haystack.take(rng, length - least + 1, repeat, "haystack")
         place = int(places[np.abs(places - depth * len(hay)).argmin()])
         context = [*start, *hay[:place].tolist(), *needle, *hay[place:].tolist()]

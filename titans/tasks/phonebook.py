@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titans.tasks.background import split_of, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, TooShortError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
 from titans.tasks.needle import check_digits, draw_name, draw_number, share_of_numbers
 
 TRIES = 1000
@@ -23,10 +23,13 @@ class Phonebook(Task):
     Attributes:
         entries: lines of the book.
         digits: of a number.
+        longest: in training, the longest sequences that it draws; where longer ones are wanted it leaves them to the
+            tasks beside it. None: of any length.
     """
 
     entries: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
     digits: int = 7
+    longest: int | None = None
 
     name: ClassVar[str] = "phonebook"
     title: ClassVar[str] = "Looking up numbers in a phone book"
@@ -49,6 +52,8 @@ class Phonebook(Task):
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """A book of any size that fits into the length."""
+        if self.longest is not None and length > self.longest:
+            raise WrongLengthError(f"length is {length}; expected at most {self.longest}, the longest of {self.name}")
         return {"length": length, "share": rng.random()}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
@@ -69,7 +74,7 @@ class Phonebook(Task):
             names.append(name)
             lines.append(line)
         if not lines:
-            raise TooShortError(f"length is {group['length']}; expected room for one name and number, twice")
+            raise WrongLengthError(f"length is {group['length']}; expected room for one name and number, twice")
         if "share" in group:
             lines = lines[: 1 + int(group["share"] * len(lines))]
         tokens = [*writer.opening, *(token for name, number in lines for token in (*name, *number))]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from titans.tasks.base import Answer, Example, Group, Task, TooShortError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
 
 SHARES = 10  # of all sequences one such part is for validation, one for the test, the others for training
 FEWEST = 1000  # where there are fewer sequences than that, too few would be left for a split: all share them
@@ -155,7 +155,7 @@ class Recall(PairTask):
         """A sequence with the group's length and, if it says so, its number of pairs and their depth."""
         length, pairs, depth = group["length"], group.get("pairs", self.pairs), group.get("depth", 0.0)
         if length < 3 * pairs:
-            raise TooShortError(f"length is {length}; expected at least {3 * pairs}, 3 for each pair")
+            raise WrongLengthError(f"length is {length}; expected at least {3 * pairs}, 3 for each pair")
         if not 0 <= depth <= 1:
             raise ValueError(f"depth is {depth}; expected 0 to 1")
         values = self.draw_pairs(rng, pairs, split)
@@ -211,7 +211,7 @@ class Reassigned(PairTask):
         """A sequence that judges keys rewritten ``rewrites`` times; None: all, however often."""
         length, rewrites, pairs = group["length"], group["rewrites"], group.get("pairs", self.pairs)
         if length < self._shortest(pairs):
-            raise TooShortError(f"length is {length}; expected at least {self._shortest(pairs)} with pairs {pairs}")
+            raise WrongLengthError(f"length is {length}; expected at least {self._shortest(pairs)} with pairs {pairs}")
         if rewrites is not None and not 0 <= rewrites <= self.times:
             raise ValueError(f"rewrites is {rewrites}; expected 0 to {self.times}")
         values = self.draw_pairs(rng, pairs, split)
@@ -279,7 +279,7 @@ class Retention(PairTask):
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """Any distance that fits."""
         if length < 4 * self.pairs:
-            raise TooShortError(f"length is {length}; expected at least {4 * self.pairs}, 4 for each pair")
+            raise WrongLengthError(f"length is {length}; expected at least {4 * self.pairs}, 4 for each pair")
         return {"distance": rng.randint(0, length - 4 * self.pairs)}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
@@ -372,7 +372,7 @@ class MQAR(Task):
         """A sequence with the group's length and number of pairs."""
         length, pairs = group["length"], group["pairs"]
         if length < 4 * pairs:
-            raise TooShortError(f"length is {length}; expected at least {4 * pairs}, 4 for each pair")
+            raise WrongLengthError(f"length is {length}; expected at least {4 * pairs}, 4 for each pair")
         keys = range(1, self.vocabulary // 2)
         if pairs > len(keys):
             raise ValueError(f"pairs is {pairs}; expected at most {len(keys)}, the number of keys")

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import permutations
 from typing import Any, ClassVar
 
-from titans.tasks.base import Answer, Example, Group, Task, TooShortError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
 from titans.tasks.recall import draw_in_split, require_lengths
 
 Table = tuple[tuple[int, ...], ...]  # table[a][b]: the number of a, then b
@@ -75,7 +75,7 @@ class Tracking(Task):
         """A sequence of the group's length."""
         length, table = group["length"], self.table
         if length < 1:
-            raise TooShortError(f"length is {length}; expected at least 1")
+            raise WrongLengthError(f"length is {length}; expected at least 1")
         tokens = draw_in_split(lambda: rng.choices(range(len(table)), k=length), split, len(table) ** length)
         answers = []
         product = 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from titans.tasks import IGNORED, Example, Task, TooShortError, example
+from titans.tasks import IGNORED, Example, Task, WrongLengthError, example
 
 Row = dict[str, Tensor]
 
@@ -235,7 +235,7 @@ class TaskRows(Dataset[Row]):
     """Sequences that tasks draw: a row is ``length`` tokens as one sequence, or as several shorter ones.
 
     Args:
-        tasks: they take turns by chance; one that a sequence is too short for sits it out.
+        tasks: they take turns by chance; one that has no sequence of the length sits it out.
         tokenizer: of tasks of text.
         length: of a row.
         split: of the tasks.
@@ -281,7 +281,7 @@ class TaskRows(Dataset[Row]):
         for task in order[:-1]:
             try:
                 return example(task, self.split, self.seed, number, size, self.tokenizer)
-            except TooShortError:
+            except WrongLengthError:
                 pass
         return example(order[-1], self.split, self.seed, number, size, self.tokenizer)
 

@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from titans.files import write_atomically
 from titans.models.loading import quiet
 from titans.models.tokenizer import load_tokenizer
-from titans.tasks import Task, example, make_tasks
+from titans.tasks import Task, WrongLengthError, example, make_tasks
 from titans.training.build import make_model, shard
 from titans.training.callbacks import METRICS, MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
@@ -221,9 +222,11 @@ def _open_tasks(config: TrainConfig) -> Data:
         raise ValueError(f"tokenizer is {config.tokenizer!r}; expected none, as {tasks[0].name} draws plain tokens")
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     data = Data(tokenizer, None, None, f"{config.data} {sorted(config.task.items())}", tuple(tasks))
-    for task in tasks:  # said now, and not by a data worker
-        example(task, "train", config.seed, 0, config.length, tokenizer)
-    TaskRows(tasks, tokenizer, config.shortest or config.length, "train", config.seed, 1)[0]
+    for length in {config.sequence_length(step, 64) for step in range(64)}:  # said now, and not by a data worker
+        for task in tasks:
+            with suppress(WrongLengthError):
+                example(task, "train", config.seed, 0, length, tokenizer)
+        TaskRows(tasks, tokenizer, length, "train", config.seed, 1)[0]
     return data
 
 
