@@ -53,7 +53,7 @@ def score(
     Args:
         model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
         control: a key of :data:`CONTROLS`; only for ours.
-        tokens_at_once: at most so many tokens are read side by side.
+        tokens_at_once: at most so many tokens are read in a call.
         on_tokens: told how many tokens have been read.
     """
     if control is not None and control not in CONTROLS:
@@ -112,7 +112,7 @@ def _score_plain(
     done = 0
     while order:
         longest = len(examples[order[-1]].tokens)
-        count = max(1, tokens_at_once // max(1, longest))
+        count = max(1, tokens_at_once // max(1, min(longest, _piece(model, longest))))
         chosen, order = order[-count:], order[:-count]
         batch = [examples[index] for index in chosen]
         # what stands behind the end of a sequence changes nothing before it
@@ -127,6 +127,11 @@ def _score_plain(
         if on_tokens is not None:
             on_tokens(done)
     return scores
+
+
+def _piece(model: PreTrainedModel, length: int) -> int:
+    """Tokens of a call: ours can go on from one to the next."""
+    return PIECE if isinstance(model, TitansForCausalLM) else length
 
 
 def _places(each: Example) -> list[int]:
@@ -152,7 +157,7 @@ def _log_probabilities(
     goes_on = isinstance(model, TitansForCausalLM)
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     found: list[Tensor] = []
-    step = PIECE if goes_on else ids.shape[1]
+    step = _piece(model, ids.shape[1])
     for start in range(0, ids.shape[1], step):
         part = ids[:, start : start + step].to(model.device)
         here = [p - offset - start for p in places if start <= p - offset < start + step]
