@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -93,6 +96,25 @@ def test_a_run_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
     config = TrainConfig(**{**EXPERIMENT.train, "task": {"pairs": 99}}, output=str(tmp_path / "runs" / "bad-0"))
     with pytest.raises(ValueError, match=r"the run bad-0 failed, see .*bad-0.log: ValueError: .*pairs is 99"):
         run_jobs([Job(config)], 1)
+
+
+@pytest.mark.slow
+def test_runs_end_with_whoever_started_them(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "titans", "experiment", "recall", "--models", "LMM", "--out", str(tmp_path)]
+    parent = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "runs" / "lmm-0" / "metrics.jsonl"
+    for _ in range(600):
+        if metrics.is_file():
+            break
+        time.sleep(0.1)
+    assert metrics.is_file()
+    parent.kill()
+    parent.wait()
+    before = metrics.stat().st_size
+    time.sleep(2)
+    after = metrics.stat().st_size
+    time.sleep(10)
+    assert metrics.stat().st_size == after >= before
 
 
 def test_the_command_line_knows_every_experiment_and_all_their_models_can_be_built() -> None:

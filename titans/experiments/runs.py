@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -136,7 +137,7 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-c", f"from {__name__} import main; main()", str(file)]
     with job.beside("log").open("wb") as log:
-        return subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=log, stderr=log)
 
 
 def main() -> None:
@@ -144,6 +145,13 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    threading.Thread(target=_end_with_the_parent, daemon=True).start()
     about = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
     tests = (Exam(**test | {"tasks": tuple(test["tasks"])}) for test in about["tests"])
     Job(TrainConfig(**about["train"]), tuple(tests)).run()
+
+
+def _end_with_the_parent() -> None:
+    """Standard input ends when whoever started the process does, however that may be; the run can be resumed."""
+    sys.stdin.buffer.read()
+    os._exit(1)
