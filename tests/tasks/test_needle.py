@@ -196,12 +196,26 @@ def test_essays_are_read_by_name_and_from_any_sentence(tmp_path: Path) -> None:
     assert len(firsts) > 10
 
 
+def test_every_split_has_a_part_of_the_haystack_of_its_own(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, a=_numbered(0, 900))
+    group = {"length": 1000, "depth": 0.5}
+
+    def sentences(split: str, divide: bool) -> set[str]:
+        task = NeedleEssay(haystack=folder, divide=divide)
+        texts = (BYTES.decode(example(task, split, 0, number, group, BYTES).tokens) for number in range(100))
+        return {sentence for text in texts for sentence in re.findall(r"There was a \w+ \w+ at home\.", text)}
+
+    parts = [sentences(split, True) for split in SPLITS]
+    assert all(parts) and not (parts[0] & parts[1] or parts[0] & parts[2] or parts[1] & parts[2])
+    assert sentences("train", False) & sentences("test", False)
+
+
 def test_a_haystack_that_is_too_small_is_refused_unless_it_may_be_repeated(tmp_path: Path) -> None:
     folder = _folder(tmp_path, essay="A first sentence. A second one. ")
     group = {"length": 900, "depth": 0.5}
     with pytest.raises(ValueError, match=r"^haystack has 32 tokens; expected at least \d{3}$"):
-        example(NeedleEssay(haystack=folder), "test", 0, 0, group, BYTES)
-    drawn = example(NeedleEssay(haystack=folder, repeat=True), "test", 0, 0, group, BYTES)
+        example(NeedleEssay(divide=False, haystack=folder), "test", 0, 0, group, BYTES)
+    drawn = example(NeedleEssay(divide=False, haystack=folder, repeat=True), "test", 0, 0, group, BYTES)
     assert len(drawn.tokens) == 900
     assert BYTES.decode(drawn.tokens).count("A second one. A first sentence.") > 3
 
@@ -209,24 +223,29 @@ def test_a_haystack_that_is_too_small_is_refused_unless_it_may_be_repeated(tmp_p
 def test_a_haystack_of_just_enough_is_enough(tmp_path: Path) -> None:
     group = {"length": 900, "depth": 0.5}
     with pytest.raises(ValueError, match="expected at least") as error:
-        example(NeedleEssay(haystack=_folder(tmp_path / "few", a="Few.")), "test", 0, 0, group, BYTES)
+        example(NeedleEssay(divide=False, haystack=_folder(tmp_path / "few", a="Few.")), "test", 0, 0, group, BYTES)
     needed = int(str(error.value).split()[-1])
     exact = _folder(tmp_path / "exact", a="x" * (needed - 2) + ".")  # and the space before it
-    assert len(example(NeedleEssay(haystack=exact), "test", 0, 0, group, BYTES).tokens) == 900
+    assert len(example(NeedleEssay(divide=False, haystack=exact), "test", 0, 0, group, BYTES).tokens) == 900
     less = _folder(tmp_path / "less", a="x" * (needed - 3) + ".")
     with pytest.raises(ValueError, match=f"has {needed - 1} tokens; expected at least {needed}"):
-        example(NeedleEssay(haystack=less), "test", 0, 0, group, BYTES)
+        example(NeedleEssay(divide=False, haystack=less), "test", 0, 0, group, BYTES)
 
 
 def test_a_value_that_the_haystack_has_is_not_drawn(tmp_path: Path) -> None:
     numbers = [str(number) for number in range(10, 100) if split_of(str(number)) == "test"]
     most = NeedleEssay(
-        haystack=_folder(tmp_path / "most", a=f"It was in 7{' 7'.join(numbers[1:])}."), digits=2, repeat=True
+        divide=False,
+        haystack=_folder(tmp_path / "most", a=f"It was in 7{' 7'.join(numbers[1:])}."),
+        digits=2,
+        repeat=True,
     )
     for number in range(20):
         drawn = example(most, "test", 0, number, {"length": 700, "depth": 0.5}, BYTES)
         assert BYTES.decode(drawn.answers[0].wanted) == f" {numbers[0]}"
-    every = NeedleEssay(haystack=_folder(tmp_path / "all", a=f"It was in {' '.join(numbers)}."), digits=2, repeat=True)
+    every = NeedleEssay(
+        divide=False, haystack=_folder(tmp_path / "all", a=f"It was in {' '.join(numbers)}."), digits=2, repeat=True
+    )
     with pytest.raises(ValueError, match="every number of test"):
         example(every, "test", 0, 0, {"length": 700, "depth": 0.5}, BYTES)
 
@@ -243,7 +262,7 @@ def test_a_key_does_not_have_the_value_in_it(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_files_are_read_once_for_a_tokenizer_and_forgotten_with_it(tmp_path: Path) -> None:
     folder = _folder(tmp_path, a=_numbered(0, 90))
-    task, tokenizer = NeedleEssay(haystack=folder), byte_tokenizer()
+    task, tokenizer = NeedleEssay(divide=False, haystack=folder), byte_tokenizer()
     first = example(task, "test", 0, 0, 1000, tokenizer)
     (tmp_path / "a.txt").unlink()
     assert example(task, "test", 0, 0, 1000, tokenizer) == first

@@ -56,6 +56,8 @@ def deal_settings(known: Mapping[str, Sequence[str]], settings: Mapping[str, Any
         if not takers:
             raise ValueError(f"{key} is not a setting of {' or '.join(known)}")
         for name in takers:
+            if dot and setting not in known[name] and key not in known[name]:
+                raise ValueError(f"{setting} is not a setting of {name}; expected one of {', '.join(known[name])}")
             dealt[name][setting if dot else key] = value
     return dealt
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from titans.tasks.background import PARTS, WHOLE, split_of, text_files, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
 
 PERSONS = ("Daniel", "John", "Mary", "Sandra")
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -106,15 +106,14 @@ class Babilong(Task):
             )
         if self.background is not None:
             text_files(self.background)
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths is {self.lengths}; expected one or more numbers of tokens")
-        if not 0 <= self.examples <= len(EXAMPLES[self.task]):
+        require_lengths("lengths", self.lengths, 1)
+        if not isinstance(self.examples, int) or not 0 <= self.examples <= len(EXAMPLES[self.task]):
             raise ValueError(f"examples is {self.examples}; expected 0 to {len(EXAMPLES[self.task])}")
 
     @property
     def chance(self) -> float:
-        """One of the words that are answers to the task."""
-        return 1 / len(ANSWERS[self.task])
+        """One of the words that the question leaves open: the place or the person that it names is not the answer."""
+        return {"qa1": 1 / 6, "qa2": 1 / 6, "qa3": 1 / 5, "qa4": 1 / 5, "qa5": 1 / 3}[self.task]
 
     def groups(self) -> list[dict[str, Any]]:
         """Each length."""
@@ -216,7 +215,10 @@ def _files(data: str, task: str, ending: str) -> list[Path]:
 
 @cache
 def _stories(data: str, task: str, split: str) -> list[Story]:
-    """The questions of a split; validation has the last of the training stories."""
+    """The questions of a split; validation has the last of the training stories, and what the test has too is no one's.
+
+    A few stories stand in both files of a task.
+    """
     ending = "test" if split == "test" else "train"
     files = _files(data, task, ending)
     if len(files) != 1:
@@ -225,7 +227,9 @@ def _stories(data: str, task: str, split: str) -> list[Story]:
     if split != "test":
         cut = len(stories) - len(stories) // HELD_OUT
         stories = stories[:cut] if split == "train" else stories[cut:]
-    questions = [story for told in stories for story in told]
+    apart = split != "test" and _files(data, task, "test")
+    tested = set(_stories(data, task, "test")) if apart else set()
+    questions = [story for told in stories for story in told if story not in tested]
     if not questions:
         raise ValueError(f"{files[0]} has no questions for {split}; expected at least one")
     return questions

@@ -121,3 +121,9 @@ def example(task: Task, split: str, seed: int, number: int, group: Group | int, 
     if task.count(chosen) is not None:
         return task.take(number, chosen, tokenizer)
     return task.draw(rng, chosen, split, tokenizer)
+
+
+def require_lengths(name: str, lengths: Sequence[int], least: int) -> None:
+    """Raises a ``ValueError`` unless ``lengths`` are one or more whole numbers of at least ``least``."""
+    if not lengths or not all(isinstance(length, int) and length >= least for length in lengths):
+        raise ValueError(f"{name} is {lengths}; expected one or more whole numbers of at least {least}")

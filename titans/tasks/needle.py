@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from titans.tasks.background import Sentences, Writer, split_of, text_files, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
+from titans.tasks.background import PARTS, WHOLE, Sentences, Writer, split_of, text_files, writer_for
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INSTRUCTION = (
@@ -70,8 +70,7 @@ class Needle(Task):
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
     def __post_init__(self) -> None:
-        if not self.lengths or min(self.lengths) < 1:
-            raise ValueError(f"lengths is {self.lengths}; expected one or more numbers of tokens")
+        require_lengths("lengths", self.lengths, 1)
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths is {self.depths}; expected one or more numbers from 0 to 1")
 
@@ -85,8 +84,8 @@ class Needle(Task):
         """A value, of whichever split."""
 
     @abstractmethod
-    def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
-        """The text, and whether it may be repeated."""
+    def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
+        """The text of a split, and whether it may be repeated."""
 
     def groups(self) -> list[dict[str, Any]]:
         """Each length with each depth."""
@@ -100,7 +99,7 @@ class Needle(Task):
         """A sequence of ``group["length"]`` tokens whose needle begins after ``group["depth"]`` of the haystack."""
         length, depth = group["length"], group["depth"]
         writer = writer_for(tokenizer)
-        haystack, repeat = self.read_haystack(writer)
+        haystack, repeat = self.read_haystack(writer, split)
         value = self._value(rng, split, haystack.codes)
         words = {"kind": self.kind, "key": _key(rng, value), "value": value}
         line = "" if self.glue == "\n" else "\n"  # the haystack begins on a line of its own
@@ -159,7 +158,7 @@ class NeedleNoise(_Number):
     )
     glue: ClassVar[str] = "\n"
 
-    def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
+    def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
         """The line, again and again."""
         return Sentences.join([writer.write(self.glue + NOISE)]), True
 
@@ -169,12 +168,15 @@ class _InEssays(Needle):
     """A value in essays.
 
     Attributes:
-        haystack: a file, or a folder whose .txt files are read in the order of their names; None: a text of our own,
-            repeated. It begins at a sentence drawn at random.
+        haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
+            for train, one for validation and the last for test; None: a text of our own, repeated, for all. It begins
+            at a sentence drawn at random.
+        divide: if not, all of it is for all: for models that were not trained on the task.
         repeat: begin again where the text ends; if not, there must be enough for the length.
     """
 
     haystack: str | None = None
+    divide: bool = True
     repeat: bool = False
 
     def __post_init__(self) -> None:
@@ -182,9 +184,10 @@ class _InEssays(Needle):
         if self.haystack is not None:
             text_files(self.haystack)
 
-    def read_haystack(self, writer: Writer) -> tuple[Sentences, bool]:
+    def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
         """The essays."""
-        return writer.read(self.haystack), self.repeat or self.haystack is None
+        part = PARTS[split] if self.divide and self.haystack is not None else WHOLE
+        return writer.read(self.haystack, part), self.repeat or self.haystack is None
 
 
 @dataclass(frozen=True)

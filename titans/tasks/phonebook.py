@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titans.tasks.background import split_of, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
-from titans.tasks.needle import check_digits, draw_name, draw_number, share_of_numbers
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
+from titans.tasks.needle import ADJECTIVES, NOUNS, check_digits, draw_name, draw_number, share_of_numbers
 
 TRIES = 1000
+NAMES = len(ADJECTIVES) * len(NOUNS)
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,9 @@ class Phonebook(Task):
 
     def __post_init__(self) -> None:
         check_digits(self.digits)
-        if not self.entries or min(self.entries) < 1:
-            raise ValueError(f"entries is {self.entries}; expected one or more numbers of at least 1")
+        require_lengths("entries", self.entries, 1)
+        if max(self.entries) > NAMES:
+            raise ValueError(f"entries is {self.entries}; expected at most {NAMES:,} each, as there are names")
 
     @property
     def chance(self) -> float:
@@ -60,8 +62,8 @@ class Phonebook(Task):
         """A book with the group's entries, or with a share of those that fit into the group's length."""
         writer = writer_for(tokenizer)
         room = group.get("length", float("inf")) - len(writer.opening)
-        wanted = group.get("entries", 1 << 20)
-        names: list[str] = []
+        wanted = group.get("entries", NAMES)
+        names: set[str] = set()
         lines: list[tuple[list[int], list[int]]] = []
         while len(lines) < wanted:
             name, number = draw_name(rng), self._number(rng, split)
@@ -71,7 +73,7 @@ class Phonebook(Task):
             room -= 2 * sum(map(len, line))
             if room < 0:
                 break
-            names.append(name)
+            names.add(name)
             lines.append(line)
         if not lines:
             raise WrongLengthError(f"length is {group['length']}; expected room for one name and number, twice")

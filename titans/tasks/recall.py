@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
 
 SHARES = 10  # of all sequences one such part is for validation, one for the test, the others for training
 FEWEST = 1000  # where there are fewer sequences than that, too few would be left for a split: all share them
@@ -30,12 +30,6 @@ def draw_in_split(draw: Callable[[], Drawn], split: str, possible: int) -> Drawn
         drawn = draw()
         if possible < FEWEST or in_split(drawn, split):
             return drawn
-
-
-def require_lengths(name: str, lengths: Sequence[int], least: int) -> None:
-    """Raises a ``ValueError`` unless ``lengths`` are one or more whole numbers of at least ``least``."""
-    if not lengths or not all(isinstance(length, int) and length >= least for length in lengths):
-        raise ValueError(f"{name} is {lengths}; expected one or more whole numbers of at least {least}")
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from functools import cache
 from itertools import permutations
 from typing import Any, ClassVar
 
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError
-from titans.tasks.recall import draw_in_split, require_lengths
+from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
+from titans.tasks.recall import draw_in_split
 
 Table = tuple[tuple[int, ...], ...]  # table[a][b]: the number of a, then b
 
