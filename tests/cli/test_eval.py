@@ -42,7 +42,9 @@ def test_tasks_are_measured_and_reported(model: Path, tmp_path: Path, capsys: py
     result = json.loads((tmp_path / "out" / "eval.json").read_text())
     assert list(result["tasks"]) == ["recall", "needle-noise", "perplexity"]
     assert [len(entry["cells"]) for entry in result["tasks"].values()] == [2, 2, 4]
-    assert result["command"].startswith("titans")
+    assert all(entry["made"][0]["command"].startswith("titans") for entry in result["tasks"].values())
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert "bits per byte" in page and "tokens a cell" in page
     assert (tmp_path / "out" / "report.html").is_file() and "report.html" in out
 
 
@@ -63,6 +65,14 @@ def test_the_list_of_tasks_names_them_all(capsys: pytest.CaptureFixture[str]) ->
         (("--tasks", "needle-essay", "--set", "haystack=nowhere"), "nowhere has no text"),
         (("--tasks", "perplexity"), "perplexity needs text; expected the setting data"),
         (("--tasks", "recall", "--field", "memory_size=2"), "memory_size is not a field of the model's config"),
+        (("--tasks", "perplexity", "--set", "perplexity.foo=1"), "foo is not a setting of perplexity"),
+        (
+            ("--tasks", "perplexity", "--set", "data=x", "--set", "length=abc"),
+            "length is 'abc'; expected",
+        ),
+        (("--tasks", "perplexity", "--set", "data=5"), "data is 5; expected the name of a file or folder"),
+        (("--tasks", "piqa", "--set", "limit=few"), "limit is 'few'; expected a whole number"),
+        (("--tasks", "piqa", "--set", "data=5"), "data is 5; expected the name of a folder"),
         ((), "a model and --tasks are needed"),
     ],
 )

@@ -10,16 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from rich.console import Console
 
 import titans.evaluation.demo as demo
 from titans.cli import main
 from titans.cli.demo import demo as command
 from titans.evaluation.demo import (
-    AGAIN,
-    CHANGED,
-    NEW,
     OURS,
     SEEDS,
     THEIRS,
@@ -31,13 +27,11 @@ from titans.evaluation.demo import (
     make_jobs,
     run_demo,
     summary,
-    surprise_along,
     write_page,
 )
+from titans.evaluation.memory_tests import AGAIN, CHANGED, NEW
 from titans.experiments import runs
 from titans.experiments.runs import check_jobs
-from titans.models import TitansConfig, TitansForCausalLM
-from titans.tasks.recall import Recall
 
 PICTURES = ["needle-memory-off.png", "needle-with-memory.png", "recall.png", "speed.png", "surprise.png"]
 Shown = tuple[Path, dict[str, Any], str]  # the folder, the report, what the terminal showed
@@ -100,7 +94,7 @@ def test_the_terminal_shows_the_runs_the_table_and_the_sentences(quick: Shown) -
 
 def test_a_demonstration_that_is_complete_is_only_shown_again(quick: Shown, monkeypatch: pytest.MonkeyPatch) -> None:
     out, report, _ = quick
-    for name in ("run_jobs", "surprise_along", "run_model_benchmark"):
+    for name in ("run_jobs", "surprise_of_facts", "run_model_benchmark"):
         monkeypatch.delattr(demo, name)
     (out / "recall.png").unlink()
     again, text = show(out)
@@ -192,22 +186,6 @@ def test_the_table_of_progress_is_what_the_runs_have_written(tmp_path: Path) -> 
         WITH, "0", f"50/{steps}", "3.211", "42.0%", "training"
     ]  # fmt: skip
     assert [cell.strip() for cell in second.strip("│").split("│")] == [WITHOUT, "0", f"0/{steps}", "", "", "waiting"]
-
-
-def test_surprise_is_measured_at_every_token_and_only_the_seed_decides_it() -> None:
-    torch.manual_seed(0)
-    task = Recall(pairs=4)
-    config = TitansConfig(
-        variant="mac", vocab_size=task.vocab_size, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-        segment_size=16, num_persistent_tokens=2, memory_heads=1,
-    )  # fmt: skip
-    model = TitansForCausalLM(config)
-    first, again, other = (surprise_along(model, task, 4, seed) for seed in (0, 0, 1))
-    assert first == again
-    assert first["layers"] != other["layers"]
-    assert first["parts"] == [[NEW, 8], ["fillers", 32], [AGAIN, 8], [CHANGED, 8]]
-    assert [len(layer) for layer in first["layers"]] == [56, 56]
-    assert all(0 < value < 100 for layer in first["layers"] for value in layer)
 
 
 def test_a_page_can_be_drawn_of_runs_that_diverged(quick: Shown, tmp_path: Path) -> None:

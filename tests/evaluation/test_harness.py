@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -11,13 +12,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from titans import TitansConfig, TitansForCausalLM
+from titans.evaluation.evaluate import Evaluation, evaluate
 from titans.evaluation.harness import (
     TASKS,
     choice_scores,
+    definitions,
     evaluate_with_harness,
     local_tasks,
     log_likelihoods,
-    write_tasks,
 )
 from titans.models.tokenizer import byte_tokenizer
 
@@ -183,7 +185,7 @@ def test_hellaswag_as_text_is_judged_up_to_the_limit(tmp_path: Path) -> None:
     assert cell["values"] == [cell["value"]] * 2
 
 
-def _generation(folder: Path, rows: list[dict[str, str]], new_tokens: int) -> None:
+def _generation(folder: Path, rows: list[dict[str, str]], new_tokens: int, **more: Any) -> None:
     """A task for lm-eval that asks for text."""
     _write(folder / "rows.jsonl", rows)
     data = {"data_files": {"test": str(folder / "rows.jsonl")}, "cache_dir": str(folder / "cache")}
@@ -192,7 +194,7 @@ def _generation(folder: Path, rows: list[dict[str, str]], new_tokens: int) -> No
         "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}",
         "generation_kwargs": {"max_gen_toks": new_tokens, "do_sample": False, "until": ["\u0000"]},
         "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-    }  # fmt: skip
+    } | more  # fmt: skip
     (folder / "say.yaml").write_text("".join(f"{key}: {json.dumps(value)}\n" for key, value in lines.items()))
 
 
@@ -207,6 +209,35 @@ def test_texts_of_different_lengths_are_continued_side_by_side_as_they_are_alone
     _generation(tmp_path, rows, new_tokens=6)
     (cell,) = evaluate_with_harness(model, BYTES, ["say"], include_path=tmp_path, batch_size=3)["cells"]
     assert (cell["metric"], cell["values"]) == ("exact_match", [1.0] * 4)
+
+
+def test_values_are_those_of_the_filter_that_the_metric_is_reported_for(tmp_path: Path) -> None:
+    words = [{"function": "regex", "regex_pattern": "never"}, {"function": "take_first"}]
+    filters = [{"name": "words", "filter": words}, {"name": "plain", "filter": [{"function": "take_first"}]}]
+    _generation(tmp_path, [{"prompt": "a", "answer": "[invalid]"}] * 2, new_tokens=3, filter_list=filters)
+    (cell,) = evaluate_with_harness(_titans(), BYTES, ["say"], include_path=tmp_path)["cells"]
+    assert (cell["value"], cell["values"], cell["count"]) == (1.0, [1.0, 1.0], 2)
+
+
+def test_a_metric_of_lm_eval_keeps_its_name_and_its_direction(tmp_path: Path) -> None:
+    metrics = [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}]
+    more = {"output_type": "loglikelihood", "metric_list": metrics, "generation_kwargs": None}
+    rows = [{"prompt": "She fed the", "answer": " cat"}, {"prompt": "He fed a", "answer": " dog"}]
+    _generation(tmp_path, rows, new_tokens=3, **more)
+    model = _titans()
+    (cell,) = evaluate_with_harness(model, BYTES, ["say"], include_path=tmp_path)["cells"]
+    assert (cell["metric"], cell["better"]) == ("perplexity", "lower")
+    likelihoods = log_likelihoods(model, BYTES, [(row["prompt"], row["answer"]) for row in rows])
+    assert cell["value"] == pytest.approx(math.exp(-sum(likelihoods) / 2), rel=1e-4)
+    assert cell["low"] is cell["high"] is None  # no interval of a mean is one of it
+
+    model.save_pretrained(tmp_path / "model")
+    BYTES.save_pretrained(tmp_path / "model")
+    settings = {"include_path": str(tmp_path)}
+    for _ in range(2):  # the second time it is there
+        result = evaluate(Evaluation(str(tmp_path / "model"), ("lm-eval:say",), tmp_path / "out", settings))
+        entry = result["tasks"]["lm-eval:say"]
+        assert (entry["metric"], entry["better"], entry["counted"]) == ("perplexity", "lower", "examples")
 
 
 def test_a_text_that_is_too_long_for_a_model_is_refused(tmp_path: Path, own: Path) -> None:
@@ -266,8 +297,19 @@ def test_empty_input_is_refused(tmp_path: Path) -> None:
         choice_scores(_titans(), BYTES, [])
     with pytest.raises(ValueError, match=r"^tasks is empty"):
         evaluate_with_harness(_titans(), BYTES, [])
-    with pytest.raises(ValueError, match=r"^limit is 0"):
-        evaluate_with_harness(_titans(), BYTES, ["piqa"], limit=0)
+    for options, said in (
+        ({"limit": 0}, "limit is 0; expected at least 1"),
+        ({"limit": "few"}, "limit is 'few'; expected a whole number"),
+        ({"batch_size": "auto"}, "batch_size is 'auto'; expected a whole number"),
+        ({"num_fewshot": -1}, "num_fewshot is -1; expected at least 0"),
+        ({"data": 5}, "data is 5; expected the name of a folder"),
+        ({"include_path": 5}, "include_path is 5; expected the name of a folder"),
+    ):
+        with pytest.raises(ValueError, match=f"^{said}$"):
+            evaluate_with_harness(_titans(), BYTES, ["piqa"], **options)
+    (tmp_path / "hellaswag.txt").write_text("")
+    with pytest.raises(ValueError, match=r"hellaswag\.txt is empty; expected"):
+        local_tasks(tmp_path)
     with pytest.raises(ValueError, match="is not a folder; expected one with the data of tasks"):
         local_tasks(tmp_path / "nothing")
 
@@ -291,11 +333,20 @@ def _run(folder: Path, command: str, model: TitansForCausalLM, tasks: Path) -> d
     return found
 
 
+def _write_tasks(folder: Path, out: Path) -> None:
+    """The tasks of local files for the command ``lm_eval``, which learns of our classes with a function of ours."""
+    out.mkdir(exist_ok=True)
+    for name, fields in definitions(folder).items():
+        lines = [f"{field}: {json.dumps(value)}" for field, value in fields.items()]
+        lines.append("custom_dataset: !function titans.evaluation.harness.local_dataset")
+        (out / f"{name}.yaml").write_text("\n".join([*lines, ""]))
+
+
 @pytest.mark.slow
 def test_the_command_lm_eval_knows_our_models_and_gives_the_same(tmp_path: Path, own: Path, paper: Path) -> None:
     model = _titans()
     for folder in (own, paper):
-        write_tasks(folder, tmp_path / "tasks")
+        _write_tasks(folder, tmp_path / "tasks")
     found = _run(tmp_path, "lm_eval", model, tmp_path / "tasks")
     cells = evaluate_with_harness(model, BYTES, list(TASKS), data=paper)["cells"]
     cells += evaluate_with_harness(model, BYTES, ["choices", "schema"], data=own)["cells"]

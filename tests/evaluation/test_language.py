@@ -145,7 +145,8 @@ def test_buckets_of_positions_double_and_make_up_the_whole(files: list[str]) -> 
         parts = [part for each in losses if len(part := each[begin:end])]
         assert cells[end]["value"] == pytest.approx(float(torch.cat(parts).mean()), abs=1e-10)
         assert cells[end]["values"] == pytest.approx([float(part.mean()) for part in parts], abs=1e-6)
-        assert cells[end]["low"] <= cells[end]["value"] <= cells[end]["high"]
+    assert cells[64]["low"] <= cells[64]["value"] <= cells[64]["high"]
+    assert cells[128]["low"] is cells[128]["high"] is None  # one text is that long: how sure it is, nobody knows
     assert sum(cell["count"] for cell in cells.values()) == result["tokens"]
     total = sum(cell["count"] * cell["value"] for cell in cells.values())
     assert result["loss"] == pytest.approx(total / result["tokens"])
@@ -235,6 +236,12 @@ def test_a_model_with_too_few_tokens_is_refused() -> None:
         ({"limit": 1}, r"has nothing to predict"),
         ({"split": "test"}, r"^split is 'test'; expected data that `titans prepare` wrote"),
         ({"piece": 0}, r"^piece is 0; expected at least 1$"),
+        ({"length": "abc"}, r"^length is 'abc'; expected a whole number$"),
+        ({"batch_size": True}, r"^batch_size is True; expected a whole number$"),
+        ({"batch_size": None}, r"^batch_size is None; expected a whole number$"),
+        ({"limit": 1.5}, r"^limit is 1\.5; expected a whole number$"),
+        ({"context": ["streamed"]}, r"^context is \['streamed'\]; expected one of"),
+        ({"split": 1}, r"^split is 1; expected the name of one$"),
     ],
 )
 def test_wrong_options_are_refused(files: list[str], options: dict[str, Any], message: str) -> None:
@@ -245,3 +252,6 @@ def test_wrong_options_are_refused(files: list[str], options: dict[str, Any], me
 def test_data_that_are_not_there_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no text; expected a file or a folder"):
         perplexity(_model(), BYTES, str(tmp_path))
+    for data in (5, [], ["a.txt", 5]):
+        with pytest.raises(ValueError, match=r"^data is .*; expected the name of a file or folder"):
+            perplexity(_model(), BYTES, data)  # type: ignore[arg-type]

@@ -7,12 +7,18 @@ from typing import Any
 import pytest
 import torch
 
-from titans import NeuralMemory, TitansConfig, TitansForCausalLM
+from titans import TitansConfig, TitansForCausalLM
 from titans.evaluation.memory_tests import (
-    FACTS,
+    AGAIN,
+    CHANGED,
+    FILLERS,
+    NEW,
+    TOLD,
+    bound,
     capacity,
     decay_of_association,
     draw_facts,
+    mean_surprise,
     surprise_of_facts,
 )
 from titans.tasks.recall import Recall
@@ -113,46 +119,47 @@ def test_a_curve_does_not_depend_on_where_it_is_looked_at() -> None:
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
-def test_a_fact_that_is_new_surprises_more_than_one_that_is_repeated(variant: str) -> None:
+def test_facts_that_are_new_surprise_more_than_those_that_are_repeated(variant: str) -> None:
     made = model(variant)
     before = {name: value.clone() for name, value in made.state_dict().items()}
-    result = surprise_of_facts(made.train(), TASK, sequences=32)
-    json.dumps(result, allow_nan=False)
-    rows = {(row["layer"], row["fact"]): row for row in result["rows"]}
-    assert list(rows) == [(layer, fact) for layer in range(2) for fact in FACTS]
+    found = surprise_of_facts(made.train(), TASK, distance=16, sequences=32)
+    json.dumps(found, allow_nan=False)
+    assert found["parts"] == [[TOLD, 8], [FILLERS, 16], [NEW, 8], [AGAIN, 8], [CHANGED, 8]]
+    assert [len(layer) for layer in found["layers"]] == [48, 48]
     for layer in range(2):
-        assert rows[layer, "repeated"]["key"] < 0.97 * rows[layer, "new"]["key"]
-        assert rows[layer, "repeated"]["value"] < 0.97 * rows[layer, "new"]["value"]
-        assert rows[layer, "repeated"]["keys"] == pytest.approx(rows[layer, "changed"]["keys"])
-        assert len(rows[layer, "new"]["values"]) == 32
+        assert mean_surprise(found, AGAIN, layer) < 0.97 * mean_surprise(found, NEW, layer)
+        # the first key comes before anything differs
+        assert found["layers"][layer][32] == pytest.approx(found["layers"][layer][40])
     assert made.training
     assert all(torch.equal(value, before[name]) for name, value in made.state_dict().items())
+    assert surprise_of_facts(made, TASK, 16, 32) == found != surprise_of_facts(made, TASK, 16, 32, seed=1)
 
 
 def test_a_memory_that_binds_a_token_to_the_one_before_is_surprised_by_a_changed_fact() -> None:
-    made = model(num_hidden_layers=1)
-    [memory] = [module for module in made.modules() if isinstance(module, NeuralMemory)]
-    inner = memory.heads * memory.head_dim
-    assert memory.conv is not None
-    with torch.no_grad():
-        memory.conv[:, : 2 * inner] = 0
-        memory.conv[-2, : 2 * inner] = 1  # queries and keys come from the token before
-    rows = {row["fact"]: row for row in surprise_of_facts(made, TASK)["rows"]}
-    assert rows["changed"]["value"] > 1.1 * rows["repeated"]["value"]
+    found = surprise_of_facts(bound(model(num_hidden_layers=1, memory_depth=1)), TASK)
+    assert mean_surprise(found, CHANGED) > 1.1 * mean_surprise(found, AGAIN)
 
 
-def test_the_versions_of_a_fact_differ_in_its_two_tokens_only() -> None:
+def test_the_versions_of_the_facts_differ_at_the_end_only() -> None:
     for number in range(50):
         versions = draw_facts(random.Random(number), TASK, 5)
-        start, ends = versions["new"][:-2], {fact: tokens[-2:] for fact, tokens in versions.items()}
+        start, ends = versions[NEW][:-8], {fact: tokens[-8:] for fact, tokens in versions.items()}
         pairs = dict(zip(start[0:8:2], start[1:8:2], strict=True))
-        assert all(tokens[:-2] == start for tokens in versions.values())
-        assert len(start) == 8 + 5
-        assert ends["repeated"][1] == pairs[ends["repeated"][0]]
-        assert ends["changed"][0] == ends["repeated"][0]
-        assert ends["changed"][1] in set(pairs.values()) - {ends["repeated"][1]}
-        assert ends["new"][0] not in pairs
-        assert ends["new"][1] not in pairs.values()
+        assert all(tokens[:-8] == start for tokens in versions.values())
+        assert len(start) == 8 + 5 and len(pairs) == len(set(pairs.values())) == 4
+        assert dict(zip(ends[AGAIN][::2], ends[AGAIN][1::2], strict=True)) == pairs
+        changed = dict(zip(ends[CHANGED][::2], ends[CHANGED][1::2], strict=True))
+        assert changed.keys() == pairs.keys() and set(changed.values()) == set(pairs.values())
+        assert all(changed[key] != pairs[key] for key in pairs)
+        assert not set(ends[NEW]) & set(ends[AGAIN])
+
+
+def test_the_mean_of_a_part_is_that_of_its_values() -> None:
+    values = [9.0, 2.0] * 2 + [5.0] * 3 + [9.0, 0.5] * 2
+    found = {"parts": [[TOLD, 4], [FILLERS, 3], [NEW, 4]], "layers": [[0.0] * 11, values]}
+    assert [mean_surprise(found, name, 1) for name in (TOLD, FILLERS, NEW)] == [2.0, 5.0, 0.5]
+    with pytest.raises(ValueError, match="name is 'old'; expected a part of the sequences"):
+        mean_surprise(found, "old")
 
 
 def test_wrong_arguments_are_refused_in_one_sentence() -> None:
@@ -168,7 +175,7 @@ def test_wrong_arguments_are_refused_in_one_sentence() -> None:
         decay_of_association(samples=0)
     with pytest.raises(ValueError, match="the model has 48 tokens; expected at least 192, those of the task"):
         surprise_of_facts(model())
-    with pytest.raises(ValueError, match="the task has 1 pairs; expected at least 2"):
+    with pytest.raises(ValueError, match="the task has 1 pairs; expected 2 to half"):
         surprise_of_facts(model(), Recall(pairs=1, num_keys=8, num_values=8, num_fillers=8))
     with pytest.raises(ValueError, match="distance is -1 and sequences is 64; expected at least 0 and at least 1"):
         surprise_of_facts(model(), TASK, distance=-1)

@@ -199,9 +199,9 @@ def test_the_interval_of_a_mean_over_runs_is_student_s() -> None:
     assert clipped is not None and clipped.high == 1
 
 
-def test_runs_that_agree_are_no_surer_than_what_they_were_measured_on() -> None:
+def test_runs_that_agree_are_no_surer_than_one_as_all_were_measured_on_the_same() -> None:
     mean = mean_of_runs([Estimate(0.5, 0.4, 0.7)] * 4)
-    assert mean == Estimate(0.5, pytest.approx(0.45), pytest.approx(0.6))
+    assert mean == Estimate(0.5, pytest.approx(0.4), pytest.approx(0.7))
 
 
 FINITE = st.floats(0, 1)
@@ -233,15 +233,29 @@ def test_a_table_has_a_row_a_model_and_a_column_a_length_with_the_mean_over_dept
     assert rows(result("mac", needle=entry(*cells)), result("mag", needle=entry(*cells[:2]))) == [
         ["model", "1,024", "2,048"],
         ["mac", "95.0 ±2.8", "30.0 ±2.8"],
-        ["mag", "100.0 ±4.0", "20.0 ±4.0"],
+        ["mag", "100.0 ±4.0*", "20.0 ±4.0*"],
     ]  # fmt: skip
 
 
 def test_a_missing_value_is_a_dash_and_a_mean_without_it_is_marked() -> None:
     nan = {**cell(None, length=2, depth=1), "value": math.nan}
     cells = [cell(0.5, None, length=1, depth=0), cell(None, length=1, depth=1), cell(None, length=2, depth=0), nan]
-    assert rows(result(needle=entry(*cells))) == [["model", "1", "2"], ["mac", "50.0*", "-"]]
-    assert "no value" in result_tables([result(needle=entry(*cells))])[0][1].caption
+    assert rows(result(needle=entry(*cells, metric="loss"))) == [["model", "1", "2"], ["mac", "0.500*", "-"]]
+    assert "no value" in result_tables([result(needle=entry(*cells, metric="loss"))])[0][1].caption
+
+
+def test_where_a_run_diverged_nothing_is_right() -> None:
+    cells = [cell(0.5, length=1, depth=0), cell(None, length=1, depth=1), cell(None, length=2, depth=0)]
+    run = result(needle=entry(*cells, cell(None, length=2, depth=1)))
+    assert rows(run) == [["model", "1", "2"], ["mac", "25.0*", "0.0*"]]
+    assert "diverged, which counts as 0" in result_tables([run])[0][1].caption
+    seeds = [result("mac", seed, needle=entry(cell(value))) for seed, value in enumerate((0.9, 0.9, None))]
+    assert rows(*seeds)[1][1].startswith("60.0 ±")
+
+
+def test_a_length_that_is_half_measured_is_marked() -> None:
+    cells = [cell(0.5, length=1, depth=0), cell(0.7, length=1, depth=1), cell(0.9, length=2, depth=0)]
+    assert rows(result(needle=entry(*cells))) == [["model", "1", "2"], ["mac", "60.0 ±2.1", "90.0 ±3.0*"]]
 
 
 def test_runs_of_a_model_are_one_line_and_another_size_is_another() -> None:
@@ -250,6 +264,60 @@ def test_runs_of_a_model_are_one_line_and_another_size_is_another() -> None:
 
     assert rows(run(0, 0.4), run(1, 0.6))[1:] == [["mac", "50.0 ±50.0"]]  # two runs say little, and Student knows
     assert rows(run(0, 0.4), run(1, 0.6, 2000))[1:] == [["mac (1,000)", "40.0"], ["mac (2,000)", "60.0"]]
+
+
+def test_models_of_one_name_that_differ_in_their_config_or_training_are_lines_of_their_own() -> None:
+    def run(name: str, value: float, **about: Any) -> dict[str, Any]:
+        made = result("mac", needle=entry(cell(value, None)))
+        return {**made, "name": name, "model": {**made["model"], "fields": {"memory_writes": True}, **about}}
+
+    off = {"memory_writes": False}
+    runs = [run("on-0", 0.9), run("on-1", 0.7), run("off-0", 0.2, fields=off), run("off-1", 0.2, fields=off)]
+    assert rows(*runs)[1:] == [["mac (on-0)", "80.0 ±80.0"], ["mac (off-0)", "20.0 ±0.0"]]
+    for about in ({"trained_at": 64}, {"trained_on": "task:recall"}):
+        assert [row[0] for row in rows(run("a", 0.9), run("b", 0.7, **about))[1:]] == ["mac (a)", "mac (b)"]
+    alike = {"memory_writes": True, "transformers_version": "5.0"}
+    assert [row[0] for row in rows(run("a", 0.9), run("b", 0.7, fields=alike))[1:]] == ["mac"]
+    assert [row[0] for row in rows(run("a", 0.9), run("a", 0.7, fields=off))[1:]] == ["mac (a)", "mac (a, 2)"]
+
+
+def test_what_a_run_says_of_a_whole_text_is_a_figure_of_its_own() -> None:
+    whole = {"loss": 2.0, "perplexity": 7.389, "bits_per_byte": 2.885, "tokens": 100}
+    cells = [{**cell(loss, length=n), "whole": whole} for n, loss in ((64, 2.5), (128, 1.5))]
+    run = result(
+        lm=entry(*cells, metric="loss", better="lower", chance=None, title="Text"),
+        words=entry({**cell(0.25, set="words"), "whole": {"perplexity": 30.5}}, title="Words"),
+    )
+    *_, single, made = result_sections([run])
+    assert single.tables[0].rows == [
+        ["Text", "perplexity", "7.389", "-"],
+        ["Text", "bits per byte", "2.885", "-"],
+        ["Words, set words", "accuracy (%)", "25.0 ±3.0", "10.0%"],
+        ["Words", "perplexity", "30.500", "-"],
+    ]
+    assert "Text: mac has perplexity 7.389." in summarise([run])
+    assert [table.header for _, table in result_tables([run])][1:3] == [
+        ["model", "perplexity"],
+        ["model", "bits per byte"],
+    ]
+    assert [row[0] for row in made.tables[1].rows] == ["lm", "words"]
+
+
+def test_the_caption_says_what_was_counted_and_an_axis_has_its_unit() -> None:
+    cells = [cell(2.0, position=64), {**cell(1.0, position=128), "count": 70}]
+    _, table = result_tables([result(lm=entry(*cells, metric="loss", counted="tokens"))])[0]
+    assert "by position (tokens)" in table.caption and "; 50 to 70 tokens a cell" in table.caption
+
+
+def test_how_it_was_made_names_every_call() -> None:
+    def call(day: int, name: str) -> dict[str, Any]:
+        return {"command": f"titans eval {name}", "date": f"2026-11-{day}", "seed": day, "versions": {"torch": "2.9"}}
+
+    calls = {"a": [call(16, "a")], "b": [call(16, "a"), call(17, "b")]}
+    run = result(**{name: entry(cell(0.5), made=made) for name, made in calls.items()})
+    row = result_sections([run])[-1].tables[0].rows[0]
+    assert row[3:6] == ["16, 17", "2026-11-16, 2026-11-17", "2.9"]
+    assert row[-1] == "titans eval a; titans eval b"
 
 
 def test_a_control_and_a_changed_model_are_lines_of_the_same_task_and_what_is_not_measured_yet_is_none() -> None:
@@ -311,14 +379,15 @@ def test_a_sentence_says_who_is_best_at_the_longest_length() -> None:
         1.0, 2.0, metric="loss", better="lower"
     )
     assert "b is best with 2,000 tokens/s" in sentence(1.0, 2000.0, metric="tokens/s", unit="tokens/s", better=None)
-    assert "a has 30.0%" not in sentence(0.3, None) and "b has no value there" in sentence(0.3, None)
-    assert sentence(None).startswith("Needle: at length 1,024 a has 50.0%")
+    lacking = sentence(0.3, None, metric="loss")
+    assert "a has loss 0.300" not in lacking and "b has no value there" in lacking
+    assert sentence(None, metric="loss").startswith("Needle: at length 1,024 a has loss 0.500")
 
 
 def test_a_sentence_about_words_is_about_their_mean_and_one_about_nothing_says_so() -> None:
     kinds = entry(cell(0.2, None, kind="x"), cell(0.4, None, kind="y"))
     assert summarise([result(a=kinds)]) == ["Needle: on average over kind mac has 30.0%; chance is 10.0%."]
-    assert summarise([result(a=entry(cell(None)))]) == ["Needle: no run has a value."]
+    assert summarise([result(a=entry(cell(None), metric="loss"))]) == ["Needle: no run has a value."]
 
 
 def test_an_axis_with_one_place_is_a_setting_and_a_task_with_one_cell_a_row() -> None:
@@ -380,7 +449,7 @@ def test_a_heat_map_has_depth_downwards_a_number_in_each_cell_and_a_scale_from_0
     assert (image.norm.vmin, image.norm.vmax) == (0, 1)
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", "depth (share of the sequence)")
     texts = [text.get_text() for text in axes.texts]
-    assert texts[:6] == ["80", "80", "80", "80", "–", "–"]  # depth 0, on top
+    assert texts[:6] == ["80", "80", "80", "80", "0", "0"]  # depth 0, on top; where it diverged, nothing is right
     assert texts[12:16] == ["80", "78", "76", "74"]
     assert axes.figure.axes[1].get_ylabel() == "accuracy (%)"  # the bar of colours
 

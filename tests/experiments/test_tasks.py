@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 import time
@@ -15,12 +16,15 @@ import psutil
 import pytest
 import yaml
 
+from titans.cli import main as command
+from titans.evaluation.evaluate import prepare
 from titans.experiments import ON_TASKS, runs
 from titans.experiments.catalogue import EXPERIMENTS, PARTS
 from titans.experiments.runs import Exam, Job, main, run_jobs
 from titans.experiments.tasks import TaskExperiment, run_tasks
 from titans.models.baselines import NAMES
-from titans.training.config import TrainConfig
+from titans.tasks import make_task
+from titans.training.config import RESULT, TrainConfig
 
 FIELDS: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "memory_heads": 1, "segment_size": 8,
@@ -81,11 +85,74 @@ def test_an_experiment_trains_tests_and_reports_and_does_nothing_twice(here: lis
         run_tasks(replace(EXPERIMENT, train={**EXPERIMENT.train, "batch_tokens": 32}), tmp_path)
 
 
+def test_a_run_that_diverged_does_not_cost_the_report(here: list[str], tmp_path: Path) -> None:
+    one = EXPERIMENT.only(["window"])
+    (job,) = one.jobs(tmp_path)
+    job.run()
+    figures = json.loads((job.folder / RESULT).read_text()) | {"eval_loss": math.nan, "eval_accuracy": math.inf}
+    (job.folder / RESULT).write_text(json.dumps(figures))
+    report = run_tasks(one, tmp_path)
+    assert not here and report["results"][0]["training"]["eval_loss"] is None
+    assert "| NaN | NaN |" in (tmp_path / "small.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"train": {**EXPERIMENT.train, "task": {"pairs": 99}}}, "pairs is 99; expected at most num_keys"),
+        ({"tests": [Exam(("needle-essay",), {"haystack": "nowhere"})]}, "nowhere has no text"),
+        ({"tests": [Exam(("recall",), {"lengths": [4]})]}, "lengths"),
+        ({"tests": [Exam(("needle-noise",), {"lengths": [512]})]}, "tokenizer is None; expected one"),
+        ({"tests": [Exam(("perplexity",), {})]}, "perplexity needs text"),
+        ({"controls": [Exam(("recall",), {}, control="off")]}, "control is 'off'; expected one of"),
+    ],
+)
+def test_what_cannot_be_drawn_is_said_before_anything_is_trained(
+    fields: dict[str, Any], said: str, here: list[str], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=said):
+        run_tasks(replace(EXPERIMENT, **fields), tmp_path)
+    assert not here and not list(tmp_path.iterdir())
+
+
+def test_a_seed_or_a_model_that_is_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"^seeds has 1 more than once; expected each once$"):
+        replace(EXPERIMENT, seeds=(1, 0, 1))
+    with pytest.raises(ValueError, match=r"^models has 'MAC' more than once; expected each once$"):
+        EXPERIMENT.only(["MAC", "MAC"])
+
+
+def test_a_quick_experiment_tests_two_short_lengths_and_two_depths() -> None:
+    depths = [0.0, 0.25, 0.5, 1.0]
+    test = Exam(("needle-noise", "recall", "mqar"), {"lengths": [2048, 512, 1024], "recall.depths": depths}, samples=9)
+    (quick,) = replace(EXPERIMENT, tests=[test], controls=[]).quick().tests
+    needle, recall, mqar = prepare(quick.of(Path()))[0]
+    assert quick.samples == 2
+    assert needle.settings()["lengths"] == recall.settings()["lengths"] == (512, 1024)
+    assert needle.settings()["depths"] == recall.settings()["depths"] == (0.0, 0.25)
+    assert mqar == make_task("mqar")
+
+
+def test_a_quick_experiment_goes_to_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def run(experiment: TaskExperiment, out: Path, *options: Any) -> dict[str, Any]:
+        asked.append(out)
+        return {"name": "recall", "results": []}
+
+    monkeypatch.setattr("titans.experiments.tasks.run_tasks", run)
+    for words in (["--quick"], []):
+        with pytest.raises(SystemExit):
+            command(["experiment", "recall", "--out", str(tmp_path), *words])
+    assert asked == [tmp_path / "quick", tmp_path]
+
+
 def test_a_job_file_is_all_that_a_process_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     job = EXPERIMENT.jobs(tmp_path)[0]
     about = {"train": job.config.to_dict(), "tests": json.loads(job._tests())}
     (tmp_path / "job.yaml").write_text(yaml.safe_dump(about))
     monkeypatch.setattr("sys.argv", ["job", str(tmp_path / "job.yaml")])
+    monkeypatch.setattr(runs, "_end_with_the_parent", lambda: None)  # whose input is not this one's
     assert not job.is_done()
     main()
     assert job.is_done()

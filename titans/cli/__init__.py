@@ -8,7 +8,23 @@ from typing import Annotated
 
 import typer
 
-from titans.cli import bench, demo, eval, experiment, generate, inspect, prepare, report, tokenizer, train
+from titans.cli import (
+    bench,
+    chat,
+    demo,
+    eval,
+    experiment,
+    generate,
+    inspect,
+    memory,
+    prepare,
+    recall,
+    remember,
+    report,
+    text,
+    tokenizer,
+    train,
+)
 
 app = typer.Typer(
     name="titans",
@@ -18,11 +34,16 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
+app.add_typer(memory.app, name="memory")
+app.add_typer(text.app, name="text")
+app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
 app.command("prepare")(prepare.prepare)
+app.command("recall")(recall.recall)
+app.command("remember")(remember.remember)
 app.command("report")(report.report)
 app.command("tokenizer")(tokenizer.tokenizer)
 app.command("train", context_settings=train.FLAGS)(train.train)

@@ -31,7 +31,7 @@ def evaluate(
         Path | None, typer.Option(help="Folder of results and report; default: eval in the model's.")
     ] = None,
     device: Annotated[str, typer.Option(help="Where the model runs.")] = "cpu",
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace results made otherwise.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Measure these tasks anew.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="Two sequences of a cell: shows that it works.")] = False,
     list_tasks: Annotated[bool, typer.Option("--list", help="Show the tasks and their settings.")] = False,
 ) -> None:

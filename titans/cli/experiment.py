@@ -22,7 +22,7 @@ Tokens = Annotated[int, typer.Option(help="Tokens of a run on text.")]
 Fields = Annotated[list[str], typer.Option(help="Of our configs, or of one, MODEL.NAME=VALUE.")]
 Depths = Annotated[str, typer.Option(help="Layers of the memory, with commas between.")]
 AtATime = Annotated[int, typer.Option(help="Runs side by side, one thread each.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works.")]
+Quick = Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works; results go to OUT/quick.")]
 
 
 @app.callback(invoke_without_command=True)
@@ -50,6 +50,7 @@ def lm(
     """Train our models and their baselines at equal parameters on equal tokens, and compare their validation loss."""
     from titans.experiments.lm import MODELS, LMExperiment, markdown, run_experiment
 
+    out = _folder(out, quick)
     try:
         experiment = LMExperiment(
             data=str(data),
@@ -64,10 +65,9 @@ def lm(
             rates=pairs(rate, "--rate"),
             fields=pairs(field, "--field"),
             at_a_time=at_a_time,
-            quick=quick,
         )
         with bar() as move:
-            report = run_experiment(experiment, move)
+            report = run_experiment(experiment.quick() if quick else experiment, move)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo(markdown(report))
@@ -85,10 +85,10 @@ def ablation(
     quick: Quick = False,
 ) -> None:
     """Leave out one part of the memory after the other, on text and on recall: the paper's Table 5."""
-    from titans.experiments.ablation import paper_table, run_ablation
+    from titans.experiments.ablation import run_ablation
     from titans.experiments.lm import LMExperiment
-    from titans.experiments.results import as_markdown
 
+    out = _folder(out, quick)
     try:
         language = LMExperiment(
             data=str(data),
@@ -99,10 +99,10 @@ def ablation(
             at_a_time=at_a_time,
         )
         with bar() as move:
-            report = run_ablation(language, out, move, _command(), quick)
+            run_ablation(language, out, move, _command(), quick)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(as_markdown(paper_table(report["rows"])))
+    typer.echo((out / "ablation.md").read_text(encoding="utf-8"))
     typer.echo(f"Report: {out / 'report.html'}, {out / 'ablation.json'}, {out / 'ablation.md'}")
 
 
@@ -119,9 +119,10 @@ def depth(
     quick: Quick = False,
 ) -> None:
     """Train memories of one to four layers, and see how the loss falls along the text: the paper's Figure 7."""
-    from titans.experiments.depth import run_depth
+    from titans.experiments.depth import LIMIT, run_depth
     from titans.experiments.lm import LMExperiment
 
+    out = _folder(out, quick)
     try:
         language = LMExperiment(
             data=str(data),
@@ -130,10 +131,10 @@ def depth(
             tokens=tokens,
             fields=pairs(field, "--field"),
             at_a_time=at_a_time,
-            quick=quick,
         )
+        language, limit = (language.quick(), read) if quick else (language, LIMIT)
         with bar() as move:
-            run_depth(language, out, numbers(depths, "--depths"), read, move, _command())
+            run_depth(language, out, numbers(depths, "--depths"), read, move, _command(), limit)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     typer.echo((out / "depth.md").read_text(encoding="utf-8"))
@@ -145,13 +146,35 @@ def memory(
     out: Out = Path("runs/memory"),
     quick: Quick = False,
 ) -> None:
-    """How many pairs an untrained memory holds, by depth and width, and how long it holds them."""
+    """How many pairs an untrained memory holds, by depth and width, how long it holds them, and what surprises it."""
     from titans.experiments.memory import run_memory
 
+    out = _folder(out, quick)
     with bar() as move:
         run_memory(out, move, _command(), quick)
     typer.echo((out / "memory.md").read_text(encoding="utf-8"))
     typer.echo(f"Report: {out / 'report.html'}, {out / 'memory.json'}, {out / 'memory.md'}")
+
+
+@app.command("text-memory")
+def text_memory(
+    data: Annotated[Path, typer.Argument(help="A file of conversations and questions in the format of LoCoMo.")],
+    out: Out = Path("runs/text-memory"),
+    seeds: Seeds = "0,1,2,3,4",
+    quick: Quick = False,
+) -> None:
+    """What the neural memory adds to the search of a text memory, and tests where a memory should win."""
+    from titans.experiments.text_memory import TextExperiment, run_text_memory
+
+    out = _folder(out, quick)
+    try:
+        experiment = TextExperiment(str(data), numbers(seeds, "--seeds"))
+        with bar() as move:
+            run_text_memory(experiment.quick() if quick else experiment, out, move, _command())
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    typer.echo((out / "text-memory.md").read_text(encoding="utf-8"))
+    typer.echo(f"Report: {out / 'report.html'}, {out / 'text-memory.json'}, {out / 'text-memory.md'}")
 
 
 @app.command("throughput")
@@ -167,6 +190,7 @@ def throughput(
     """Training speed against length, and against the memory's depth: the paper's Figures 8 and 9."""
     from titans.experiments.throughput import MODELS, run_throughput
 
+    out = _folder(out, quick)
     try:
         sizes, layers = numbers(lengths, "--lengths"), numbers(depths, "--depths")
         if quick:
@@ -177,6 +201,11 @@ def throughput(
         raise typer.BadParameter(str(error)) from error
     typer.echo((out / "throughput.md").read_text(encoding="utf-8"))
     typer.echo(f"Report: {out / 'report.html'}, {out / 'throughput.json'}, {out / 'throughput.md'}")
+
+
+def _folder(out: Path, quick: bool) -> Path:
+    """Where an experiment goes; a quick one not where it would be in the way of a whole one."""
+    return out / "quick" if quick else out
 
 
 def _command() -> str:
@@ -205,7 +234,7 @@ def _task_command(name: str, about: str) -> None:
         from titans.experiments.catalogue import EXPERIMENTS
         from titans.experiments.tasks import run_tasks
 
-        folder = out or Path("runs") / name
+        folder = _folder(out or Path("runs") / name, quick)
         try:
             experiment = replace(EXPERIMENTS[name](pairs(setting, "--set")), seeds=numbers(seeds, "--seeds")).only(
                 names(models)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -20,21 +19,27 @@ from rich.table import Table as Drawn
 
 import titans
 from titans.evaluation.benchmark import busy_notices, machine_text, write_json
-from titans.evaluation.evaluate import EVAL
+from titans.evaluation.memory_tests import (
+    AGAIN,
+    CHANGED,
+    FILLERS,
+    NEW,
+    PAUSE,
+    mean_surprise,
+    surprise_of_facts,
+)
 from titans.evaluation.model_benchmark import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
 from titans.evaluation.plots import COLOURS, GREY, Curve, drawing, finish_axes, plot_heat, plot_lines, short_number
-from titans.evaluation.report import Figure, Section, Table, write_report
+from titans.evaluation.report import EVAL, Figure, Section, Table, write_report
 from titans.experiments.catalogue import RECALL, SCHEDULE
+from titans.experiments.results import show
 from titans.experiments.runs import Exam, Job, check_jobs, run_folder, run_jobs
 from titans.experiments.tasks import read_result
-from titans.layers.record import record_memory
+from titans.models import TitansForCausalLM
 from titans.models.loading import load_model
 from titans.tasks.recall import Recall
 from titans.training.callbacks import METRICS, read_metrics
 from titans.training.config import TrainConfig
-
-if TYPE_CHECKING:
-    from titans.models import TitansForCausalLM
 
 MODEL: dict[str, Any] = {"name": "mac", **RECALL, "memory_depth": 1}  # a linear memory learns it in the fewest steps
 # Training begins with half the length, where a batch asks more often: the plateau before recall takes half the time.
@@ -49,9 +54,7 @@ SAMPLES = 16  # sequences of each length and depth
 WITH, WITHOUT = "with memory", "memory off"
 ARMS: dict[str, dict[str, Any]] = {WITH: {}, WITHOUT: {"memory_writes": False}}
 
-NEW, FILLERS, AGAIN, CHANGED = "new facts", "fillers", "same again", "values swapped"
 SURPRISED = 64  # sequences that the surprise is the mean of
-PAUSE = 32  # fillers between facts and the same facts
 
 OURS, THEIRS = "Titans", "Transformer"
 LEAD = 1.05  # how much faster counts as faster
@@ -121,7 +124,7 @@ def run_demo(
             "lengths": list(task_of(jobs[0]).lengths),
             "depths": list(task_of(jobs[0]).depths),
             "runs": [_read_run(job) for job in jobs],
-            "surprise": surprise_along(load_model(str(jobs[0].folder))[0], task_of(jobs[0])),
+            "surprise": surprise_of_facts(_load(jobs[0]), task_of(jobs[0]), sequences=SURPRISED),
             "speed": _measure_speed(speed, console),
             "seconds": round(time.perf_counter() - start, 1),
             "settings": settings,
@@ -253,49 +256,14 @@ def _read_run(job: Job) -> dict[str, Any]:
     }
 
 
-@torch.no_grad()
-def surprise_along(model: TitansForCausalLM, task: Recall, sequences: int = SURPRISED, seed: int = 0) -> dict[str, Any]:
-    """How surprised the memories of a model are along sequences of facts, fillers, the same facts, and changed ones.
-
-    A changed fact has the key of one fact and the value of another: both tokens are known, only their bond is new.
-
-    Returns:
-        ``parts``, (name, number of tokens) of the sequences, and ``layers``, for each layer and token the norm of the
-        gradient, all heads together, as a mean over the sequences.
-    """
-    rng = random.Random(f"surprise {seed}")
-    rows = []
-    for _ in range(sequences):
-        pairs = task.draw_pairs(rng, task.pairs, "test")
-        while len(set(pairs.values())) < task.pairs:
-            pairs = task.draw_pairs(rng, task.pairs, "test")
-        keys, told = list(pairs), list(pairs.values())
-        facts = [token for pair in zip(keys, told, strict=True) for token in pair]
-        changed = [token for pair in zip(keys, told[1:] + told[:1], strict=True) for token in pair]
-        rows.append([*facts, *task.draw_fillers(rng, PAUSE), *facts, *changed])
-    model.eval()
-    with record_memory(model) as records:
-        model(torch.tensor(rows), use_cache=False)
-    norms = [torch.cat([each.gradient_norm for each in record.surprise], dim=-1) for record in records]
-    tokens = len(rows[0])
-    layers = torch.stack([norm[..., -tokens:].square().sum(1).sqrt().mean(0) for norm in norms])  # (layers, tokens)
-    parts = [[NEW, 2 * task.pairs], [FILLERS, PAUSE], [AGAIN, 2 * task.pairs], [CHANGED, 2 * task.pairs]]
-    return {"parts": parts, "layers": layers.tolist()}
-
-
-def surprise_of(report: Report, name: str) -> float:
-    """Of the first layer: the mean over the values of the facts of a part, or over all fillers."""
-    start = 0
-    for part, count in report["surprise"]["parts"]:
-        if part == name:
-            values = report["surprise"]["layers"][0][start : start + count]
-            return fmean(values if part == FILLERS else values[1::2])
-        start += count
-    raise ValueError(f"name is {name!r}; expected a part of the sequence")
-
-
 def _speed_settings(quick: bool) -> ModelBenchmarkSettings:
     return replace(SPEED, lengths=(128, 256), repeats=1) if quick else SPEED
+
+
+def _load(job: Job) -> TitansForCausalLM:
+    model = load_model(str(job.folder))[0]
+    assert isinstance(model, TitansForCausalLM)
+    return model
 
 
 def _measure_speed(settings: ModelBenchmarkSettings, console: Console) -> dict[str, Any]:
@@ -344,7 +312,7 @@ def summary(report: Report) -> list[str]:
 
 def about_surprise(report: Report) -> str:
     """A sentence with the figures of the surprise."""
-    new, again, changed = (surprise_of(report, name) for name in (NEW, AGAIN, CHANGED))
+    new, again, changed = (mean_surprise(report["surprise"], name) for name in (NEW, AGAIN, CHANGED))
     return (
         f"The memory's surprise at the value of a new fact is {new:.2f}, at the same fact again {again:.2f}, and "
         f"{changed:.2f} when a known key comes with the value of another."
@@ -411,10 +379,10 @@ def _sections(report: Report) -> list[Section]:
         Section(
             "What surprises the memory",
             [
-                f"The model reads {pairs} facts, {PAUSE} fillers, the same facts again, and then the same keys with "
-                "each other's values. Surprise is the norm of the gradient that a token sends into the memory, which "
-                "is what the memory learns from; the figure shows the memory of the first layer, as a mean of "
-                f"{SURPRISED} sequences.",
+                f"The model reads {pairs} facts, {PAUSE} fillers, and then, each time from the beginning, as many new "
+                "facts, the same facts again, or the same keys with each other's values. Surprise is the norm of the "
+                "gradient that a token sends into the memory, which is what the memory learns from; the figure shows "
+                f"the memory of the first layer, as a mean of {SURPRISED} sequences.",
                 about_surprise(report),
             ],
             figures=[surprise],
@@ -439,7 +407,7 @@ def _made_section(report: Report) -> Section:
     header = ["model", "seed", "parameters", "steps", "CPU seconds", "held-out accuracy"]
     rows = [
         [run["model"], str(run["seed"]), f"{run['parameters']:,}", str(run["steps"]), f"{run['cpu_seconds']:.0f}",
-         f"{run['held_out']:.1%}"]
+         show(run["held_out"], ".1%")]
         for run in report["runs"]
     ]  # fmt: skip
     caption = f"Training on {report['trained_at']} tokens, the facts at any depth; held out are other facts."

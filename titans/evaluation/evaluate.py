@@ -15,19 +15,19 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from titans.evaluation import harness
-from titans.evaluation.language import perplexity
+from titans.evaluation import harness, language
+from titans.evaluation.report import EVAL, FORMAT
 from titans.evaluation.score import CONTROLS, score
 from titans.evaluation.statistics import bootstrap
 from titans.files import write_atomically
 from titans.models.loading import bytes_for, load_model, read_config, sentence
 from titans.tasks import TASKS, Task, deal_settings, example, make_task, settings_of
+from titans.tasks.language import Lambada
 from titans.training.config import RUN, read_yaml
 
-EVAL = "eval.json"
-FORMAT = 1
 PERPLEXITY = "perplexity"
 ANY = "lm-eval:"  # before the name of any task of lm-eval
+ACCURACIES = ("acc", "acc_norm")  # of lm-eval's metrics, those that are shares of right answers
 Result = dict[str, Any]
 Progress = Callable[[int, int, str], None]  # cells done, cells in all, the one that is being measured
 
@@ -77,22 +77,25 @@ def evaluate(
     """Measures what is not measured yet and returns all results, which ``eval.json`` in ``out`` holds, too.
 
     Args:
-        overwrite: replace results that were made otherwise.
+        overwrite: measure these tasks anew, and replace what is there of another model, or cannot be read.
         progress: told before each cell.
         command: what the results say they were made with.
     """
-    settings = deal_settings({name: known_settings(name) for name in evaluation.tasks}, evaluation.settings)
-    tasks = [make_task(name, settings[name]) for name in evaluation.tasks if name in TASKS]
-    others = [name for name in evaluation.tasks if name not in TASKS]
+    from titans import __version__
+
+    tasks, others = prepare(evaluation)
     model, tokenizer = load_model(evaluation.model, evaluation.device)
     if evaluation.fields:
         model = changed(model, evaluation.fields)
     if tokenizer is None and (others or any(task.vocab_size is None for task in tasks)):
         tokenizer = bytes_for(model, evaluation.model)
-    result = _open(evaluation, model, overwrite, command)
-    abouts = [_about_task(task) for task in tasks] + [_about_other(name, settings[name]) for name in others]
-    for name, about in zip([*(task.name for task in tasks), *others], abouts, strict=True):
+    result = _open(evaluation, model, overwrite)
+    abouts = {task.name: _about_task(task) for task in tasks}
+    abouts |= {name: _about_other(name, settings) for name, settings in others.items()}
+    for name, about in abouts.items():
         _enter(name, about, evaluation, result, overwrite)
+    versions = {"titans": __version__, "torch": torch.__version__}
+    call = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": evaluation.seed, "versions": versions}
     plan: list[tuple[str, Any, Any]] = [(task.name, task, group) for task in tasks for group in task.groups()]
     plan += [(name, None, None) for name in others]
     for number, (name, task, group) in enumerate(plan):
@@ -104,14 +107,37 @@ def evaluate(
             progress(number, len(plan), ", ".join([name, *words]))
         start = time.perf_counter()
         if task is None:
-            entry["cells"] += _measure_other(name, model, tokenizer, settings[name])
+            entry |= _measure_other(name, model, tokenizer, others[name])
         else:
             entry["cells"].append(measure(model, task, group, tokenizer, evaluation))
+        if call not in entry["made"]:
+            entry["made"].append(call)
         entry["seconds"] = round(entry["seconds"] + time.perf_counter() - start, 2)
         save_result(evaluation.out, result)
     if progress is not None:
         progress(len(plan), len(plan), "done")
     return result
+
+
+def rehearse(evaluation: Evaluation, tokenizer: Any) -> None:
+    """Draws a sequence of every cell without a model; a ``ValueError`` says what will not be had."""
+    for task in prepare(evaluation)[0]:
+        for group in task.groups():
+            example(task, "test", evaluation.seed, 0, group, tokenizer)
+
+
+def prepare(evaluation: Evaluation) -> tuple[list[Task], dict[str, dict[str, Any]]]:
+    """The tasks of ours, and the settings of everything else; a ``ValueError`` if there is no such thing."""
+    settings = deal_settings({name: known_settings(name) for name in evaluation.tasks}, evaluation.settings)
+    others = {name: settings[name] for name in evaluation.tasks if name not in TASKS}
+    for name, own in others.items():
+        if name != PERPLEXITY:
+            harness.check_options(**own)
+        elif "data" not in own:
+            raise ValueError("perplexity needs text; expected the setting data, a file or a prepared folder")
+        else:
+            language.check_options(**own)
+    return [make_task(name, settings[name]) for name in evaluation.tasks if name in TASKS], others
 
 
 def known_settings(name: str) -> list[str]:
@@ -126,27 +152,32 @@ def known_settings(name: str) -> list[str]:
     raise ValueError(f"task is {name!r}; expected one of {', '.join(known)}, or {ANY}NAME, any task of lm-eval")
 
 
-def _measure_other(name: str, model: PreTrainedModel, tokenizer: Any, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """All cells of what is not asked by a task of ours."""
+def _measure_other(name: str, model: PreTrainedModel, tokenizer: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """All cells of what is not asked by a task of ours, and what is only known now: metric and better."""
     if name == PERPLEXITY:
-        if "data" not in settings:
-            raise ValueError("perplexity needs text; expected the setting data, a file or a prepared folder")
-        found = perplexity(model, tokenizer, **settings)
+        found = language.perplexity(model, tokenizer, **settings)
         whole = {key: found[key] for key in ("loss", "perplexity", "bits_per_byte", "tokens")}
-        return [cell | {"whole": whole} for cell in found["cells"]]
-    cells: list[dict[str, Any]] = harness.evaluate_with_harness(model, tokenizer, [name.removeprefix(ANY)], **settings)[
-        "cells"
-    ]
-    return cells
+        return {"cells": [cell | {"whole": whole} for cell in found["cells"]]}
+    cells = harness.evaluate_with_harness(model, tokenizer, [name.removeprefix(ANY)], **settings)["cells"]
+    for cell in cells:
+        if "perplexity" in cell["metrics"] and cell["metric"] != "perplexity":
+            cell["whole"] = {"perplexity": cell["metrics"]["perplexity"]}
+    metrics = {"accuracy" if cell["metric"] in ACCURACIES else cell["metric"] for cell in cells}
+    lower = all(cell["better"] == "lower" for cell in cells)
+    return {
+        "cells": cells,
+        "metric": metrics.pop() if len(metrics) == 1 else "score",  # a group of tasks may have several
+        "better": "lower" if lower else "higher",
+    }
 
 
 def _about_other(name: str, settings: dict[str, Any]) -> dict[str, Any]:
     about: dict[str, Any] = {"chance": None, "settings": settings, "unit": ""}
     if name == PERPLEXITY:
         named = {"title": "Loss along the text", "source": "the text that is given", "metric": "loss"}
-        return about | named | {"unit": "nats per token", "better": "lower", "axes": ["position"]}
+        return about | named | {"unit": "nats per token", "better": "lower", "axes": ["position"], "counted": "tokens"}
     named = {"title": name.removeprefix(ANY), "source": "lm-eval", "metric": "accuracy", "better": "higher"}
-    return about | named | {"axes": ["task"]}
+    return about | named | {"axes": ["task"], "counted": "examples"}
 
 
 def key_of(task: str, evaluation: Evaluation) -> str:
@@ -168,7 +199,7 @@ def measure(
     loss = sum(losses) / sum(answer.tokens for answers in scores for answer in answers)
     low, high = bootstrap(values, evaluation.seed)
     broken = not math.isfinite(loss)
-    return {
+    cell = {
         "group": dict(group),
         "value": None if broken else fmean(values),
         "low": None if broken else low,
@@ -177,6 +208,9 @@ def measure(
         "loss": None if broken else loss,
         "values": [round(value, 6) for value in values],
     }
+    if isinstance(task, Lambada) and not broken:  # of a word, as in the papers, and not of a token
+        cell["whole"] = {"perplexity": math.exp(min(fmean(losses), 700.0))}
+    return cell
 
 
 def changed(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
@@ -202,33 +236,34 @@ def save_result(folder: Path, result: Result) -> None:
     write_atomically(folder / EVAL, json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
 
 
-def _open(evaluation: Evaluation, model: PreTrainedModel, overwrite: bool, command: str) -> Result:
-    """The results that are there, or none yet; a ``ValueError`` if they are another model's."""
-    from titans import __version__
-
+def _open(evaluation: Evaluation, model: PreTrainedModel, overwrite: bool) -> Result:
+    """The results that are there, or none yet; a ``ValueError`` if they are another model's and are to stay."""
     mark = _fingerprint(model)
     path = evaluation.out / EVAL
-    if path.is_file() and not overwrite:
-        try:
-            result: Result = json.loads(path.read_text(encoding="utf-8"))
-            same = result["format"] == FORMAT and result["fingerprint"] == mark
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"{path} cannot be read; expected results of `titans eval`, or --overwrite") from None
-        if not same:
+    if path.is_file():
+        old = _read(path)
+        if old is not None and old["fingerprint"] == mark:
+            return old
+        if not overwrite and old is None:
+            raise ValueError(f"{path} cannot be read; expected results of `titans eval`, or --overwrite")
+        if not overwrite:
             raise ValueError(f"{path} has results of another model; expected another --out, or --overwrite")
-        return result
     name = Path(evaluation.model).resolve().name if Path(evaluation.model).is_dir() else evaluation.model
     return {
         "format": FORMAT,
         "name": name,
         "fingerprint": mark,
         "model": _about(evaluation.model, model),
-        "date": time.strftime("%Y-%m-%d"),
-        "command": command,
-        "versions": {"titans": __version__, "torch": torch.__version__},
-        "seed": evaluation.seed,
         "tasks": {},
     }
+
+
+def _read(path: Path) -> Result | None:
+    try:
+        result: Result = json.loads(path.read_text(encoding="utf-8"))
+        return result if result["format"] == FORMAT and {"fingerprint", "tasks"} <= result.keys() else None
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _about(name: str, model: PreTrainedModel) -> dict[str, Any]:
@@ -265,12 +300,14 @@ def _about_task(task: Task) -> dict[str, Any]:
         "better": "higher",
         "chance": task.chance,
         "axes": list(task.axes),
+        "counted": "sequences",
         "settings": json.loads(json.dumps(task.settings())),
     }
 
 
 def _enter(name: str, about: dict[str, Any], evaluation: Evaluation, result: Result, overwrite: bool) -> None:
-    """The entry of a task, new or as it is; a ``ValueError`` if it was made with other settings."""
+    """The entry of a task, new or as it is, with the lengths and depths of both; a ``ValueError`` if it was made with
+    other settings."""
     key = key_of(name, evaluation)
     about |= {
         "samples": evaluation.samples,
@@ -279,18 +316,22 @@ def _enter(name: str, about: dict[str, Any], evaluation: Evaluation, result: Res
         "fields": evaluation.fields,
         "trained_at": result["model"]["trained_at"],
         "cells": [],
+        "made": [],
         "seconds": 0.0,
     }
     old = result["tasks"].get(key)
     if old is not None and not overwrite:
-        for each in ("samples", "seed"):
+        for each in ("samples", "seed", "axes"):
             if old[each] != about[each]:
                 raise ValueError(_differs(key, evaluation.out, each, old[each], about[each]))
         for each in {**old["settings"], **about["settings"]}:
             before, now = old["settings"].get(each), about["settings"].get(each)
-            if before != now and not _is_axis(each, about["axes"]):  # lengths and depths may be added to
+            if _is_axis(each, about["axes"]) and isinstance(before, list) and isinstance(now, list):
+                about["settings"][each] = [*before, *(value for value in now if value not in before)]
+            elif before != now:
                 raise ValueError(_differs(key, evaluation.out, each, before, now))
-        about |= {"cells": old["cells"], "seconds": old["seconds"]}
+        about |= {name: old[name] for name in ("metric", "better", "cells", "seconds")}
+        about["made"] = old.get("made", [])
     result["tasks"][key] = about
 
 

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
@@ -14,9 +14,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from titans.evaluation.language import require_whole
 from titans.evaluation.score import score
 from titans.evaluation.statistics import bootstrap
-from titans.files import write_atomically
 from titans.models import TitansForCausalLM
 from titans.models.loading import sentence
 from titans.models.tokenizer import quiet_logger
@@ -76,13 +76,12 @@ def evaluate_with_harness(
         include_path: a folder with definitions of more tasks.
 
     Returns:
-        ``{"cells": [...]}``, a cell for each task: group, metric, value, low and high (95%), count, values (one for
-        each example) and metrics, all that lm-eval reports of it.
+        ``{"cells": [...]}``, a cell for each task: group, metric, better (higher or lower), value, low and high (95%),
+        count, values (one for each example) and metrics, all that lm-eval reports of it.
     """
     if not tasks:
         raise ValueError("tasks is empty; expected at least one name")
-    if limit is not None and limit < 1:
-        raise ValueError(f"limit is {limit}; expected at least 1")
+    check_options(data, limit, batch_size, num_fewshot, include_path)
     with quiet_logger("lm_eval"):
         loaded = _load_tasks(tasks, {} if data is None else local_tasks(data), include_path)
         try:
@@ -99,7 +98,24 @@ def evaluate_with_harness(
             )
         except AssertionError as error:  # how lm-eval says that an answer would not fit into the model
             raise ValueError(sentence(error)) from None
-    return {"cells": [_cell(name, found["results"][name], found["samples"][name]) for name in loaded]}
+    return {
+        "cells": [
+            _cell(name, found["results"][name], found["samples"][name], found["higher_is_better"][name])
+            for name in loaded
+        ]
+    }
+
+
+def check_options(
+    data: Any = None, limit: Any = None, batch_size: Any = 8, num_fewshot: Any = None, include_path: Any = None
+) -> None:
+    """Raises a ``ValueError`` if these are no options of :func:`evaluate_with_harness`, whatever they are."""
+    for name, folder in (("data", data), ("include_path", include_path)):
+        if not isinstance(folder, (str, Path, type(None))):
+            raise ValueError(f"{name} is {folder!r}; expected the name of a folder")
+    require_whole(batch_size=batch_size, **({} if limit is None else {"limit": limit}))
+    if num_fewshot is not None:
+        require_whole(0, num_fewshot=num_fewshot)
 
 
 def choice_scores(model: PreTrainedModel, tokenizer: Any, rows: Sequence[Row]) -> dict[str, Any]:
@@ -166,25 +182,11 @@ def local_tasks(folder: str | Path) -> dict[str, dict[str, Any]]:
     choices and gold, or context_options, continuation and gold, is a task under its own name, with the query as prompt.
     """
     made = {}
-    for name, fields in _definitions(Path(folder).expanduser()).items():
+    for name, fields in definitions(Path(folder).expanduser()).items():
         included = fields.pop("include", None)
         common = _module("lm_eval.tasks._yaml_loader").load_yaml(included) if included else {}
         made[name] = common | fields | {"custom_dataset": local_dataset}
     return made
-
-
-def write_tasks(folder: str | Path, out: str | Path) -> list[Path]:
-    """Writes what :func:`local_tasks` finds as files, so that ``lm_eval --tasks OUT`` knows the tasks and our models.
-
-    The command loads a function of this package for the data before it loads the model, and so learns of our classes.
-    """
-    paths = []
-    for name, fields in _definitions(Path(folder).expanduser()).items():
-        lines = [f"{field}: {json.dumps(value)}" for field, value in fields.items()]
-        lines.append("custom_dataset: !function titans.evaluation.harness.local_dataset")
-        paths.append(Path(out) / f"{name}.yaml")
-        write_atomically(paths[-1], "\n".join([*lines, ""]).encode())
-    return paths
 
 
 def local_dataset(local_task: str, local_file: str, **other: Any) -> dict[str, Any]:
@@ -194,7 +196,7 @@ def local_dataset(local_task: str, local_file: str, **other: Any) -> dict[str, A
     return {"test": Dataset.from_list(read_local(local_task, Path(local_file)))}
 
 
-def _definitions(folder: Path) -> dict[str, dict[str, Any]]:
+def definitions(folder: Path) -> dict[str, dict[str, Any]]:
     """The fields of each task's definition that local data change, by the name of the task."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; expected one with the data of tasks")
@@ -211,12 +213,19 @@ def _definitions(folder: Path) -> dict[str, dict[str, Any]]:
         }
         if name in TASKS:
             fields = {"include": str(_definition(name))} | fields
-            if name == "hellaswag" and read_file(path)[0].keys() >= CHOICES:
+            if name == "hellaswag" and _first_row(path).keys() >= CHOICES:
                 fields["process_docs"] = None  # it is done already
         else:
-            fields |= _own(read_file(path)[0])
+            fields |= _own(_first_row(path))
         made[name] = fields
     return made
+
+
+def _first_row(path: Path) -> Row:
+    rows = read_file(path)
+    if not rows:
+        raise ValueError(f"{path} is empty; expected the rows of a task")
+    return rows[0]
 
 
 def _own(row: Row) -> dict[str, Any]:
@@ -297,20 +306,32 @@ def _check_length(length: int, longest: int) -> None:
         raise ValueError(f"a text has {length:,} tokens; expected at most {longest:,}, as many as the model can read")
 
 
-def _cell(name: str, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    metrics: dict[str, float] = {}
+def _cell(
+    name: str, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], higher: Mapping[str, bool | None]
+) -> dict[str, Any]:
+    """Of the metric that the paper reports, or else of lm-eval's first, by the first filter that it is reported for."""
+    metrics: dict[str, float | None] = {}
+    filters: dict[str, str] = {}
     for key, value in results.items():
-        metric, comma, _ = key.partition(",")
-        if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)):
-            metrics.setdefault(metric, float(value))
+        metric, comma, by = key.partition(",")
+        if comma and not metric.endswith("_stderr") and isinstance(value, (int, float)) and metric not in metrics:
+            metrics[metric] = float(value) if math.isfinite(value) else None
+            filters[metric] = by
+    if not metrics:
+        raise ValueError(f"lm-eval reports no number of {name}; expected another task")
     metric = TASKS.get(name) or next(iter(metrics))
-    values = [sample[metric] for sample in sorted(samples, key=lambda sample: sample["doc_id"])]
+    judged = [sample for sample in samples if sample["filter"] == filters[metric]]
+    values = [sample[metric] for sample in sorted(judged, key=lambda sample: sample["doc_id"])]
+    mean = metrics[metric]
     plain = all(isinstance(value, (int, float)) for value in values)
+    # a perplexity, for one, is not the mean of what its examples have
+    plain = plain and mean is not None and math.isclose(fmean(values), mean, rel_tol=1e-6, abs_tol=1e-9)
     low, high = bootstrap(values) if plain else (None, None)
     return {
         "group": {"task": name},
         "metric": metric,
-        "value": metrics[metric],
+        "better": "lower" if higher.get(metric) is False else "higher",
+        "value": mean,
         "low": low,
         "high": high,
         "count": len(values),

@@ -114,7 +114,7 @@ def perplexity(
         positions the mean loss of the tokens that are predicted after ``position`` others at most, and more than half
         as many but for the first bucket; its values are those of up to 256 stretches of the data, in order.
     """
-    _check(context, length, stride, limit, batch_size)
+    check_options(data, context, length, stride, split, limit, batch_size)
     start = opening(tokenizer)
     split, texts = read_texts(data, tokenizer, split)
     total = _Total()
@@ -149,18 +149,40 @@ def perplexity(
     return total.result() | about
 
 
-def _check(context: str, length: int | None, stride: int | None, limit: int | None, batch_size: int) -> None:
-    if context not in CONTEXTS:
+def check_options(
+    data: Any,
+    context: Any = "streamed",
+    length: Any = None,
+    stride: Any = None,
+    split: Any = None,
+    limit: Any = None,
+    batch_size: Any = 1,
+) -> None:
+    """Raises a ``ValueError`` if these are no options of :func:`perplexity`, whatever they are."""
+    names = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"data is {data!r}; expected the name of a file or folder, or several of them")
+    if split is not None and not isinstance(split, str):
+        raise ValueError(f"split is {split!r}; expected the name of one")
+    if context not in list(CONTEXTS):
         raise ValueError(f"context is {context!r}; expected one of {', '.join(CONTEXTS)}")
+    given = {"length": length, "stride": stride, "limit": limit}
+    require_whole(batch_size=batch_size, **{name: value for name, value in given.items() if value is not None})
     if context == "sliding" and length is None:
         raise ValueError("length is None and context is 'sliding'; expected the tokens of a window")
     if context != "sliding" and stride is not None:
         raise ValueError(f"stride is {stride} and context is {context!r}; expected context 'sliding'")
-    for name, value in (("length", length), ("stride", stride), ("limit", limit), ("batch_size", batch_size)):
-        if value is not None and value < 1:
-            raise ValueError(f"{name} is {value}; expected at least 1")
     if stride is not None and length is not None and stride > length:
         raise ValueError(f"stride is {stride}; expected at most length, {length}, so that no token is left out")
+
+
+def require_whole(least: int = 1, **numbers: Any) -> None:
+    """Raises a ``ValueError`` that names the first of the numbers that is not whole, or less than ``least``."""
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; expected a whole number")
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
 
 
 def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterator[Stretch]:
@@ -255,12 +277,13 @@ class _Total:
         value = float(sums.sum() / counts.sum())
         finite = math.isfinite(value)
         # stretches differ in length, so that the mean of their means is another number
-        ends = [value + each - fmean(values) for each in bootstrap(values)] if finite else [None, None]
+        ends = bootstrap(values) if finite else (None, None)
+        low, high = (None if each is None else value + each - fmean(values) for each in ends)
         return {
             "group": {"position": end},
             "value": value if finite else None,
-            "low": ends[0],
-            "high": ends[1],
+            "low": low,
+            "high": high,
             "count": int(counts.sum()),
             "values": [round(each, 6) if math.isfinite(each) else None for each in values],
         }

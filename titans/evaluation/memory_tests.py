@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -23,7 +23,9 @@ THETAS = (0.05, 0.1, 0.25, 0.5, 1.0)
 ETAS = (0.0, 0.9)
 LIMIT = 1 << 14  # pairs that a search goes up to
 COAST = 64  # tokens without a step after which no momentum is left: 0.9 ** 64 is .001
-FACTS = ("new", "repeated", "changed")
+PAUSE = 32  # fillers between facts and what comes after them
+TOLD, FILLERS, NEW, AGAIN, CHANGED = "facts", "fillers", "new facts", "same again", "values swapped"
+PARTS = (TOLD, FILLERS, NEW, AGAIN, CHANGED)  # of what is read to see what surprises
 
 
 def capacity(
@@ -152,65 +154,92 @@ def decay_of_association(
 
 @torch.no_grad()
 def surprise_of_facts(
-    model: TitansForCausalLM, task: Recall | None = None, distance: int = 16, sequences: int = 64, seed: int = 0
+    model: TitansForCausalLM, task: Recall | None = None, distance: int = PAUSE, sequences: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """How surprised the memories of a model are by a fact that is new, that they know, and that has changed.
+    """How surprised the memories of a model are by facts that are new, that they know, and that have changed.
 
-    Every sequence has the pairs of the task, fillers, and then one more pair, in three versions: ``new``, a key and a
-    value that did not occur; ``repeated``, one of the pairs again; ``changed``, the same key with the value of another
-    pair, so that both tokens are known and only their bond is not.
+    Every sequence has the pairs of the task, fillers, and then as many pairs, in three versions, each read from the
+    sequence's beginning: other pairs; the same ones again; and the same keys with each other's values, so that all
+    tokens are known and only their bonds are new.
 
     Args:
-        task: what pairs and fillers are drawn from; None: :class:`titans.tasks.recall.Recall` as it is.
-        distance: fillers before the fact.
+        task: whose pairs and fillers are read; None: :class:`titans.tasks.recall.Recall` as it is.
+        distance: fillers before the facts that are judged.
 
     Returns:
-        ``{"rows": [...]}``, one for each layer and version: layer, fact, and the norm of the gradient, all heads
-        together, at the fact's tokens: key and value, means, and keys and values, one a sequence, in the same order in
-        all versions.
+        ``parts``, [name, number of tokens] of :data:`PARTS`, and ``layers``, for each layer and token of the parts the
+        norm of the gradient, all heads together, as a mean over the sequences.
     """
     task = task or Recall()
     vocabulary = model.config.vocab_size
     if vocabulary < task.vocab_size:
         raise ValueError(f"the model has {vocabulary} tokens; expected at least {task.vocab_size}, those of the task")
-    if not 2 <= task.pairs < min(task.num_keys, task.num_values):
-        raise ValueError(f"the task has {task.pairs} pairs; expected at least 2, and less than keys and than values")
+    if not 2 <= task.pairs <= min(task.num_keys, task.num_values) // 2:
+        raise ValueError(f"the task has {task.pairs} pairs; expected 2 to half the keys and values")
     if distance < 0 or sequences < 1:
         raise ValueError(f"distance is {distance} and sequences is {sequences}; expected at least 0 and at least 1")
     if not any(isinstance(module, NeuralMemory) for module in model.modules()):
         raise ValueError("the model has no memory (use_memory is False); there is nothing to measure")
     rng = random.Random(f"facts {seed}")
     drawn = [draw_facts(rng, task, distance) for _ in range(sequences)]
+    start, facts = 2 * task.pairs + distance, 2 * task.pairs
     was_training = model.training
     model.eval()
-    rows = []
+    layers: list[Tensor] = []
     try:
-        for fact in FACTS:
+        for fact in (NEW, AGAIN, CHANGED):
             ids = torch.tensor([versions[fact] for versions in drawn], device=model.device)
             with record_memory(model) as records:
                 model(ids, use_cache=False)
-            for layer, record in enumerate(records):
-                norm = torch.cat([surprise.gradient_norm for surprise in record.surprise], dim=-1)
-                keys, values = norm[..., -2:].float().square().sum(1).sqrt().mT.tolist()
-                means = {"key": fmean(keys), "value": fmean(values)}
-                rows.append({"layer": layer, "fact": fact, **means, "keys": keys, "values": values})
+            norms = [torch.cat([each.gradient_norm for each in record.surprise], dim=-1) for record in records]
+            read = torch.stack([norm[..., -start - facts :].float().square().sum(1).sqrt().mean(0) for norm in norms])
+            layers.append(read if not layers else read[:, start:])
     finally:
         model.train(was_training)
-    return {"rows": sorted(rows, key=lambda row: row["layer"])}
+    lengths = (facts, distance, facts, facts, facts)
+    parts = [[name, length] for name, length in zip(PARTS, lengths, strict=True)]
+    return {"parts": parts, "layers": torch.cat(layers, dim=1).tolist()}
 
 
 def draw_facts(rng: random.Random, task: Recall, distance: int) -> dict[str, list[int]]:
-    """A sequence for :func:`surprise_of_facts` in its three versions, which differ in the last two tokens."""
-    pairs = task.draw_pairs(rng, task.pairs, "test")
-    while len(set(pairs.values())) < 2:  # a changed fact needs another value
-        pairs = task.draw_pairs(rng, task.pairs, "test")
-    before = [token for pair in pairs.items() for token in pair] + task.draw_fillers(rng, distance)
-    key, value = rng.choice(list(pairs.items()))
-    other = rng.choice([known for known in pairs.values() if known != value])
-    new_key = rng.choice([key for key in range(task.num_keys) if key not in pairs])
-    unused = [v for v in range(task.num_keys, task.num_keys + task.num_values) if v not in pairs.values()]
-    facts = {"new": [new_key, rng.choice(unused)], "repeated": [key, value], "changed": [key, other]}
-    return {name: before + fact for name, fact in facts.items()}
+    """A sequence for :func:`surprise_of_facts` in its three versions, which differ in their last pairs."""
+    keys = rng.sample(range(task.num_keys), 2 * task.pairs)
+    values = rng.sample(range(task.num_keys, task.num_keys + task.num_values), 2 * task.pairs)
+    known, told = keys[: task.pairs], values[: task.pairs]
+    before = _join(known, told) + task.draw_fillers(rng, distance)
+    facts = {
+        NEW: _join(keys[task.pairs :], values[task.pairs :]),
+        AGAIN: _join(known, told),
+        CHANGED: _join(known, told[1:] + told[:1]),
+    }
+    return {name: before + tokens for name, tokens in facts.items()}
+
+
+def _join(keys: Sequence[int], values: Sequence[int]) -> list[int]:
+    return [token for pair in zip(keys, values, strict=True) for token in pair]
+
+
+@torch.no_grad()
+def bound(model: TitansForCausalLM) -> TitansForCausalLM:
+    """The model, whose memories now have the token before as key of each value; training teaches that to some."""
+    for memory in (module for module in model.modules() if isinstance(module, NeuralMemory)):
+        if memory.conv is None or len(memory.conv) < 2:
+            raise ValueError("the model's memories have no convolution of two tokens; expected one that hands on a key")
+        inner = memory.heads * memory.head_dim
+        memory.conv[:, : 2 * inner] = 0
+        memory.conv[-2, : 2 * inner] = 1  # queries and keys
+    return model
+
+
+def mean_surprise(found: Mapping[str, Any], name: str, layer: int = 0) -> float:
+    """Of what :func:`surprise_of_facts` found: the mean over the values of the facts of a part, or over all fillers."""
+    start = 0
+    for part, count in found["parts"]:
+        if part == name:
+            values = found["layers"][layer][start : start + count]
+            return fmean(values if part == FILLERS else values[1::2])
+        start += count
+    raise ValueError(f"name is {name!r}; expected a part of the sequences")
 
 
 @dataclass(frozen=True)

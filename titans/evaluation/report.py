@@ -10,7 +10,7 @@ import re
 import statistics
 import struct
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,12 +21,14 @@ from titans.files import write_atomically
 if TYPE_CHECKING:
     from rich.console import Console
 
-FORMAT = 1  # of the result files that this module reads
-RESULT = "eval.json"
+FORMAT = 1  # of the results of `titans eval`
+EVAL = "eval.json"  # their file
 PAGE = "report.html"
 TITLE = "Titans: evaluation"
 UNITS = {"accuracy": "%", "loss": "nats"}  # of metrics, where a result does not say
-AXIS_UNITS = {"length": "tokens", "distance": "tokens", "depth": "share of the sequence"}
+AXIS_UNITS = {"length": "tokens", "distance": "tokens", "position": "tokens", "depth": "share of the sequence"}
+FIGURES = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}  # of a whole text, as entries name them
+UNALIKE = ("transformers_version", "_name_or_path")  # fields of a config that say nothing about the model
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half a 95% interval, of 2 to 10 runs
 LONG = 30  # letters of a cell that takes a line of its own on a narrow screen
 LARGEST = 1e100
@@ -82,7 +84,7 @@ def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
         result = _read(path)
         model = result.get("fingerprint") or [result["name"], result["model"]["name"]]
         for name, task in result["tasks"].items():
-            run = json.dumps([model, result.get("seed"), name, task.get("control")])
+            run = json.dumps([model, task.get("seed", result.get("seed")), name, task.get("control")])
             if run in seen:
                 what = f"{_line(name)} of the run {_line(result['name'])}"
                 raise ValueError(f"{seen[run]} and {path} both hold {what}; expected each run once")
@@ -92,9 +94,9 @@ def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    file = path / RESULT if path.is_dir() else path
+    file = path / EVAL if path.is_dir() else path
     if path.is_dir() and not file.exists():
-        raise ValueError(f"{path} holds no {RESULT}; expected a folder that `titans eval` wrote")
+        raise ValueError(f"{path} holds no {EVAL}; expected a folder that `titans eval` wrote")
     try:
         text = file.read_bytes().decode("utf-8")
         result = json.loads(text)
@@ -112,7 +114,7 @@ def _read(path: Path) -> dict[str, Any]:
 _WORDS = {str: "a text", dict: "an object", list: "a list", float: "a number or null", None: "a text or null"}
 _RUN_FIELDS = {"name": str, "model": dict, "tasks": dict}
 _TASK_FIELDS: dict[str, Any] = {"metric": str, "axes": list, "cells": list, "chance": float, "trained_at": float}
-_TASK_TEXTS = ("title", "source", "unit", "better", "control")
+_TASK_TEXTS = ("title", "source", "unit", "better", "control", "counted")
 
 
 def check_result(result: Any, where: str) -> None:
@@ -210,8 +212,9 @@ def mean_of_cells(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
 def mean_of_runs(runs: Sequence[Estimate | None], top: float = math.inf) -> Estimate | None:
     """The mean over runs, None if none has a value.
 
-    The interval is Student's over the runs, or that of their cells where it reaches further: runs that happen to agree
-    are no surer than what each was measured on. It stays within 0 and ``top``.
+    The interval is Student's over the runs, or that of a run by itself, on average, where it reaches further: all runs
+    are measured on the same sequences, so that more of them are no surer of what these leave open. It stays within 0
+    and ``top``.
     """
     good = [run for run in runs if run is not None]
     if len(good) < 2:
@@ -221,8 +224,8 @@ def mean_of_runs(runs: Sequence[Estimate | None], top: float = math.inf) -> Esti
     reach = STUDENT[min(len(good), 10) - 2] * statistics.stdev(values) / math.sqrt(len(good))
     low, high = value - reach, value + reach
     if all(run.low is not None and run.high is not None for run in good):
-        low = min(low, value - math.hypot(*(run.value - run.low for run in good)) / len(good))  # type: ignore[operator]
-        high = max(high, value + math.hypot(*(run.high - run.value for run in good)) / len(good))  # type: ignore[operator]
+        low = min(low, value - statistics.fmean(run.value - run.low for run in good))  # type: ignore[operator]
+        high = max(high, value + statistics.fmean(run.high - run.value for run in good))  # type: ignore[operator]
     # a value beyond the limits is an error of whoever wrote it, and is shown as it is
     low, high = max(low, min(0.0, value)), min(high, max(top, value))
     return Estimate(value, low, high, len(good) == len(runs) and all(run.whole for run in good))
@@ -302,8 +305,18 @@ class _Task:
 
     def estimate(self, label: str, group: Mapping[str, str]) -> Estimate | None:
         """The mean over the runs of a line, and over the cells of a group in each."""
-        runs = [mean_of_cells(_cells(entry, group)) for entry in self.series[label]]
+        runs = [self.estimate_run(entry, group) for entry in self.series[label]]
         return mean_of_runs(runs, 1.0 if self.percent else math.inf)
+
+    def estimate_run(self, entry: Mapping[str, Any], group: Mapping[str, str]) -> Estimate | None:
+        """The mean over the cells of a group in one run; where it diverged, nothing is right."""
+        cells = _cells(entry, group)
+        places = math.prod(len(axis.words) for axis in self.axes if axis.name not in group)
+        good = sum(_finite(cell.get("value")) is not None for cell in cells)
+        if self.percent:
+            cells = [{"value": 0.0} if _finite(cell.get("value")) is None else cell for cell in cells]
+        mean = mean_of_cells(cells)
+        return None if mean is None else replace(mean, whole=good >= places)
 
     def along(self, label: str, axis: _Axis) -> list[Estimate | None]:
         """An estimate for each place of an axis."""
@@ -358,16 +371,12 @@ def _axis(name: str, entries: Iterable[Mapping[str, Any]]) -> _Axis:
 
 
 def _collect(results: Sequence[Result]) -> list[_Task]:
-    """The tasks of all results, each with its lines: runs of a model of the same name and size are one."""
-    sizes: dict[str, set[Any]] = {}
-    for result in results:
-        sizes.setdefault(_line(result["model"]["name"]), set()).add(result["model"].get("parameters"))
+    """The tasks of all results, each with its lines: runs of a model of the same kind are one."""
     styles: dict[str, int] = {}
     tasks: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
+    names = _name_kinds(results)
     for result in results:
-        model = _line(result["model"]["name"])
-        if len(sizes[model]) > 1:
-            model += f" ({_count(result['model'].get('parameters'))})"
+        model = names[_kind(result["model"])]
         for key, entry in result["tasks"].items():
             if not entry["cells"]:  # not measured yet
                 continue
@@ -376,6 +385,53 @@ def _collect(results: Sequence[Result]) -> list[_Task]:
             styles.setdefault(label, len(styles))
             tasks.setdefault(name, {}).setdefault(label, []).append(entry)
     return [_make_task(name, series, styles) for name, series in tasks.items()]
+
+
+def _kind(model: Mapping[str, Any]) -> str:
+    """What runs of one line have in common: the model's name, size and config, and what it was trained on."""
+    fields = model.get("fields")
+    known = {key: value for key, value in fields.items() if key not in UNALIKE} if isinstance(fields, dict) else None
+    trained = [model.get("trained_at"), model.get("trained_on")]
+    return json.dumps([_line(model["name"]), model.get("parameters"), known, trained], sort_keys=True)
+
+
+def _name_kinds(results: Sequence[Result]) -> dict[str, str]:
+    """A name for each kind of model: the model's, and where several share it, with the size or the first run's name."""
+    firsts: dict[str, dict[str, Result]] = {}
+    for result in results:
+        firsts.setdefault(_line(result["model"]["name"]), {}).setdefault(_kind(result["model"]), result)
+    names: dict[str, str] = {}
+    for model, kinds in firsts.items():
+        sizes = {first["model"].get("parameters") for first in kinds.values()}
+        for kind, first in kinds.items():
+            more = _count(first["model"].get("parameters")) if len(sizes) == len(kinds) else _line(first["name"])
+            name, number = f"{model} ({more})" if len(kinds) > 1 else model, 2
+            while name in names.values():
+                name, number = f"{model} ({more}, {number})", number + 1
+            names[kind] = name
+    return names
+
+
+def _with_figures(tasks: Iterable[_Task]) -> list[_Task]:
+    """The tasks, each followed by what its runs say of a whole text, as tasks of one figure."""
+    found = []
+    for task in tasks:
+        found.append(task)
+        for name, metric in FIGURES.items():
+            series = {label: [_figure(entry, name, metric) for entry in runs] for label, runs in task.series.items()}
+            known = {label: said for label, runs in series.items() if (said := [run for run in runs if run])}
+            if known:
+                found.append(_Task(f"{task.name} {name}", known, task.styles))
+    return found
+
+
+def _figure(entry: Mapping[str, Any], name: str, metric: str) -> Mapping[str, Any]:
+    """A figure of a whole text as an entry; nothing, where cells are of several texts or do not say it."""
+    wholes = [cell["whole"] for cell in entry["cells"] if isinstance(cell.get("whole"), dict)]
+    if not wholes or name not in wholes[0] or any(whole != wholes[0] for whole in wholes):
+        return {}
+    cells = [{"group": {}, "value": wholes[0][name]}]
+    return {"title": entry.get("title"), "metric": metric, "better": "lower", "axes": [], "cells": cells}
 
 
 def _variant(key: str, entry: Mapping[str, Any]) -> tuple[str, str]:
@@ -409,7 +465,7 @@ def _count(number: Any) -> str:
 
 def summarise(results: Sequence[Result]) -> list[str]:
     """A sentence for each task: which model is best where it is hardest, and what chance gives."""
-    return [_sentence(task) for task in _collect(results)]
+    return [_sentence(task) for task in _with_figures(_collect(results))]
 
 
 def _sentence(task: _Task) -> str:
@@ -473,10 +529,8 @@ def _task_table(task: _Task) -> Table:
     found = [_finite(cell.get("count")) for entry in task.entries for cell in entry["cells"]]
     counts = [count for count in found if count is not None]
     if counts:
-        low, high = min(counts), max(counts)
-        caption += (
-            f"; {_word(low)} sequences a cell" if low == high else f"; {_word(low)} to {_word(high)} sequences a cell"
-        )
+        low, high = _word(min(counts)), _word(max(counts))
+        caption += f"; {low if low == high else f'{low} to {high}'} {task.says('counted') or 'sequences'} a cell"
     cells = [cell for row in rows for cell in row[1:]]
     if any("±" in cell for cell in cells):
         caption += "; ± is the longer side of a 95% interval"
@@ -484,13 +538,14 @@ def _task_table(task: _Task) -> Table:
             caption += ", over runs where there are several"
     caption += "."
     if any(cell.endswith("*") for cell in cells):
-        caption += " * Some runs or cells have no value, and are left out of the mean."
+        caption += " * Some runs or cells are missing, and are left out of the mean"
+        caption += ", or diverged, which counts as 0." if task.percent else ", or have no value."
     return Table(header, rows, caption)
 
 
 def result_tables(results: Sequence[Result]) -> list[tuple[str, Table]]:
     """A title and a table for each task."""
-    return [(task.title, _task_table(task)) for task in _collect(results)]
+    return [(task.title, _task_table(task)) for task in _with_figures(_collect(results))]
 
 
 def print_tables(results: Sequence[Result], console: Console) -> None:
@@ -535,16 +590,17 @@ def _fit(rows: Sequence[Sequence[str]], width: int) -> list[list[tuple[list[str]
 
 def result_sections(results: Sequence[Result]) -> list[Section]:
     """The parts of a page that results make: what came out, each task with its figures, and how it was made."""
-    tasks = _collect(results)
-    if not tasks:
+    collected = _collect(results)
+    if not collected:
         return []
+    tasks = _with_figures(collected)
     varied = [task for task in tasks if task.axes]
     single = [task for task in tasks if not task.axes]
     sections = [Section("In short", [_sentence(task) for task in tasks])]
     sections += [_task_section(task) for task in varied]
     if single:
         sections.append(Section("Single figures", ["Tasks with one figure a model."], [_single_table(single)]))
-    return [*sections, _made_section(results, tasks)]
+    return [*sections, _made_section(results, collected)]
 
 
 def _single_table(tasks: Sequence[_Task]) -> Table:
@@ -593,7 +649,7 @@ def _task_section(task: _Task) -> Section:
 def _curve(task: _Task, label: str, axis: _Axis) -> Curve:
     means = task.along(label, axis)
     entries = task.series[label]
-    runs = [[mean_of_cells(_cells(entry, {axis.name: word})) for word in axis.words] for entry in entries]
+    runs = [[task.estimate_run(entry, {axis.name: word}) for word in axis.words] for entry in entries]
     trained = {_finite(entry.get("trained_at")) if axis.name == "length" else None for entry in entries}
     has_interval = any(mean is not None and mean.low is not None for mean in means)
     return Curve(
@@ -652,16 +708,26 @@ def _made_section(results: Sequence[Result], tasks: Sequence[_Task]) -> Section:
     rows = []
     for result in results:
         seconds = [s for entry in result["tasks"].values() if (s := _finite(entry.get("seconds"))) is not None]
-        versions = result.get("versions")
-        torch = versions.get("torch") if isinstance(versions, dict) else None
+        calls = _calls(result)
+        versions = [found if isinstance(found := call.get("versions"), dict) else {} for call in calls]
         cells = [result["name"], result["model"]["name"], _count(result["model"].get("parameters"))]
         trained = result["model"].get("seed")
-        seed = _plain(result.get("seed")) + ("" if trained is None else f", trained with {_plain(trained)}")
-        cells += [seed, _plain(result.get("date")), _plain(torch)]
-        rows.append([*cells, f"{sum(seconds):,.1f}" if seconds else "-", _plain(result.get("command"))])
+        seed = _each(calls, "seed") + ("" if trained is None else f", trained with {_plain(trained)}")
+        cells += [seed, _each(calls, "date"), _each(versions, "torch")]
+        rows.append([*cells, f"{sum(seconds):,.1f}" if seconds else "-", _each(calls, "command", "; ")])
     settings = [[task.name, _plain(task.says("source")), _settings(task)] for task in tasks]
     tables = [Table(header, rows, "Runs."), Table(["task", "source", "settings"], settings, "Tasks.")]
     return Section("How it was made", [], tables)
+
+
+def _calls(result: Result) -> list[Mapping[str, Any]]:
+    """What says how a result was made: the calls that each of its tasks names, else the result."""
+    named = [entry["made"] for entry in result["tasks"].values() if isinstance(entry.get("made"), list)]
+    return [call for calls in named for call in calls if isinstance(call, dict)] or [result]
+
+
+def _each(calls: Iterable[Mapping[str, Any]], name: str, between: str = ", ") -> str:
+    return between.join(dict.fromkeys(_plain(call.get(name)) for call in calls))
 
 
 def _plain(value: Any) -> str:

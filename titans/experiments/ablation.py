@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from titans.evaluation.report import Section, Table, write_report
+from titans.evaluation.score import CONTROLS
 from titans.experiments.catalogue import PARTS, recall
 from titans.experiments.lm import LMExperiment, run_experiment
-from titans.experiments.results import as_markdown, write_results
+from titans.experiments.results import as_markdown, show, write_results
 from titans.experiments.runs import Progress
 from titans.experiments.tasks import TaskExperiment, run_tasks
 
@@ -47,15 +48,15 @@ def run_ablation(
         out: folder of the experiment, with ``language`` and ``recall`` in it.
         progress: told how far each half is.
         command: what the results say they were made with.
-        quick: a few steps only.
+        quick: a few steps of one seed only.
     """
     rows = language_rows()
-    language = replace(language, models=tuple(rows), rows=rows, out=str(out / "language"), quick=quick)
-    texts = run_experiment(language, progress)
+    language = replace(language, models=tuple(rows), rows=rows, out=str(out / "language"))
     experiment: TaskExperiment = replace(recall({}), seeds=language.seeds)
-    pairs = run_tasks(
-        experiment.quick() if quick else experiment, out / "recall", language.at_a_time, progress, command
-    )
+    if quick:
+        language, experiment = language.quick(), experiment.quick()
+    texts = run_experiment(language, progress)
+    pairs = run_tasks(experiment, out / "recall", language.at_a_time, progress, command)
     report = {
         "name": "ablation",
         "command": command,
@@ -67,17 +68,24 @@ def run_ablation(
     }
     table = paper_table(report["rows"])
     write_results(report, as_markdown(table) + "\n", out)
-    section = Section("The table of the paper, and ours beside it", [_about(language)], [table])
+    about = about_ablation(language, experiment, pairs["results"])
+    section = Section("The table of the paper, and ours beside it", [about], [table])
     write_report(pairs["results"], out, "What each part of the memory is worth", [section])
     return report
 
 
-def _about(language: LMExperiment) -> str:
+def about_ablation(language: LMExperiment, experiment: TaskExperiment, results: Sequence[dict[str, Any]]) -> str:
+    """What was run, and how it differs from the paper's."""
+    entry = results[0]["tasks"]["recall"]
+    seeds = f"seed{'s' if len(language.seeds) > 1 else ''} {', '.join(map(str, language.seeds))}"
+    controls = [f"{test.control}: {CONTROLS[test.control]}" for test in experiment.controls if test.control]
+    sizes = [test.fields["memory_chunk_size"] for test in experiment.controls if test.fields]
+    controls += [f"read in chunks of {', '.join(map(str, sizes))}, which it was not trained with"] if sizes else []
     return (
         f"Language: validation perplexity after {language.tokens:,} tokens at {language.size} parameters. Recall: of "
-        "eight pairs, trained at 64 tokens. The paper's models have 400M parameters and 15B tokens; its long context "
-        "is BABILong. Below, the same recall with the memory tampered with: nothing written, reset or swapped with "
-        "another sequence's when the questions come, and read in chunks it was not trained with."
+        f"{entry['settings']['pairs']} pairs, trained at {entry['trained_at']:,} tokens. Both with {seeds}. The "
+        "paper's models have 400M parameters and 15B tokens; its long context is BABILong. Below, the same recall with "
+        f"the memory tampered with ({'; '.join(controls)})."
     )
 
 
@@ -88,19 +96,13 @@ def table_rows(texts: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]
     for label, paper in PAPER.items():
         row: dict[str, Any] = {"label": label, "paper": paper}
         if label in by_label:
-            found = by_label[label]
-            row |= {"loss": found["loss"], "spread": found["spread"], "perplexity": found["perplexity"]}
-        mine = [result for result in results if result["model"]["name"] == label]
-        for key, far in (("near", min), ("far", max)):
-            row[key] = [_at(result, far) for result in mine]
+            row |= {name: by_label[label][name] for name in ("loss", "spread", "perplexity")}
+        mine = [result["tasks"]["recall"]["cells"] for result in results if result["model"]["name"] == label]
+        for key, which in (("near", min), ("far", max)):
+            found = [which(cells, key=lambda cell: cell["group"]["length"]) for cells in mine]
+            row |= {key: [cell["value"] for cell in found], f"{key}_length": found[0]["group"]["length"]}
         rows.append(row)
     return rows
-
-
-def _at(result: dict[str, Any], which: Any) -> float | None:
-    cell = which(result["tasks"]["recall"]["cells"], key=lambda cell: cell["group"]["length"])
-    value: float | None = cell["value"]
-    return value
 
 
 def paper_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -109,8 +111,7 @@ def paper_table(rows: Sequence[dict[str, Any]]) -> Table:
         "model",
         "perplexity",
         "loss ±",
-        "recall at 64",
-        "recall at 1,024",
+        *(f"recall at {rows[0][name]:,}" for name in ("near_length", "far_length")),
         "paper: perplexity",
         "reasoning",
         "long",
@@ -118,15 +119,18 @@ def paper_table(rows: Sequence[dict[str, Any]]) -> Table:
     lines = []
     for row in rows:
         spread = f" ± {row['spread']:.3f}" if row.get("spread") is not None else ""
-        own = [f"{row['perplexity']:.2f}", f"{row['loss']:.3f}{spread}"] if "loss" in row else ["-", "-"]
+        own = [show(row["perplexity"], ".2f"), f"{show(row['loss'])}{spread}"] if "loss" in row else ["-", "-"]
         lines.append(
             [row["label"], *own, _mean(row["near"]), _mean(row["far"]), *(f"{figure:.2f}" for figure in row["paper"])]
         )
-    return Table(header, lines, "Means over the seeds, ± their standard deviation; recall with each seed in brackets.")
+    return Table(
+        header,
+        lines,
+        "Means over the seeds, ± their standard deviation; recall with each seed in brackets, where one that diverged "
+        "recalls nothing.",
+    )
 
 
 def _mean(values: Sequence[float | None]) -> str:
-    known = [value for value in values if value is not None]
-    if not known:
-        return "-"
-    return f"{statistics.fmean(known):.3f} ({', '.join('NaN' if v is None else f'{v:.2f}' for v in values)})"
+    mean = statistics.fmean(value or 0.0 for value in values)
+    return f"{mean:.3f} ({', '.join(show(value, '.2f') for value in values)})"

@@ -134,7 +134,7 @@ def recall(settings: Mapping[str, Any]) -> TaskExperiment:
     rows |= {name.upper(): RECALL | {"name": name} for name in ("mac", "mag", "mal")}
     rows |= {"memory off": LMM | {"memory_writes": False}, "sliding-window": RECALL | {"name": "sliding-window"}}
     train = {**SCHEDULE, "data": "task:recall", "task": dict(settings), "length": 64, "shortest": 32,
-             "batch_tokens": 1024, "steps": 700, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
+             "batch_tokens": 1024, "steps": 400, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
     return TaskExperiment(
         "recall",
         "Associative recall, part by part",

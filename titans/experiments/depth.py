@@ -10,7 +10,7 @@ from typing import Any
 
 from titans.evaluation.report import Section, Table, write_report
 from titans.experiments.lm import LMExperiment, run_experiment
-from titans.experiments.results import as_markdown, write_results
+from titans.experiments.results import as_markdown, show, write_results
 from titans.experiments.runs import Exam, Job, Progress
 from titans.experiments.tasks import read_result
 
@@ -26,6 +26,7 @@ def run_depth(
     read: int = READ,
     progress: Progress | None = None,
     command: str = "",
+    limit: int = LIMIT,
 ) -> dict[str, Any]:
     """Trains an LMM of every depth; writes depth.json, depth.md, the page and its pictures into ``out``.
 
@@ -33,11 +34,12 @@ def run_depth(
         language: the runs; its models are replaced by those of the depths.
         depths: layers of the memory.
         read: tokens that a trained model reads, to see how its loss falls along them.
+        limit: tokens of the validation text that it is tested on.
     """
     if not depths or min(depths) < 1:
         raise ValueError(f"depths is {list(depths)}; expected one or more numbers of at least 1")
     rows: dict[str, dict[str, Any]] = {f"depth {depth}": {"name": "lmm", "memory_depth": depth} for depth in depths}
-    settings = {"data": language.data, "context": "sliding", "length": read, "limit": READ if language.quick else LIMIT}
+    settings = {"data": language.data, "context": "sliding", "length": read, "limit": limit}
     language = replace(language, models=tuple(rows), rows=rows, out=str(out), tests=(Exam(("perplexity",), settings),))
     texts = run_experiment(language, progress)
     results = [read_result(Job(language.config(label, seed)), label) for seed in language.seeds for label in rows]
@@ -45,7 +47,7 @@ def run_depth(
     report = {"name": "depth", "command": command, "date": time.strftime("%Y-%m-%d"), "results": results, **texts}
     write_results(report, as_markdown(table) + "\n", out)
     about = (
-        f"LMM with a memory of one to {max(depths)} layers, {language.size} parameters each, trained on "
+        f"LMM with a memory of {', '.join(map(str, depths))} layers, {language.size} parameters each, trained on "
         f"{language.tokens:,} tokens in sequences of {language.length}, tested on {read:,} tokens at a stretch."
     )
     write_report(results, out, "How deep a memory should be", [Section("All in all", [about], [table])])
@@ -58,9 +60,9 @@ def depth_table(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]
     for row in sorted(rows, key=lambda row: str(row["model"])):
         mine = [result for result in results if result["model"]["name"] == row["model"]]
         last = [result["tasks"]["perplexity"]["cells"][-1]["value"] for result in mine]
-        shown = ", ".join("NaN" if value is None else f"{value:.3f}" for value in last)
+        shown = ", ".join(map(show, last))
         spread = "" if row["spread"] is None else f" ± {row['spread']:.3f}"
         minutes = f"{row['cpu_minutes']:.1f}"
-        lines.append([row["model"], f"{row['parameters']:,}", f"{row['loss']:.3f}{spread}", shown, minutes])
+        lines.append([row["model"], f"{row['parameters']:,}", f"{show(row['loss'])}{spread}", shown, minutes])
     header = ["memory", "parameters", "validation loss", "at the last positions, each seed", "CPU minutes a run"]
     return Table(header, lines, "Loss in nats per token; ± is the standard deviation over the seeds.")

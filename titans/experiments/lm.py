@@ -7,11 +7,12 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titans.experiments.runs import Exam, Job, Progress, check_jobs, run_folder, run_jobs
+from titans.experiments.results import read_figures, show
+from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
@@ -20,8 +21,7 @@ from titans.training.config import RESULT, TrainConfig, nearest
 from titans.training.prepare import load_prepared
 
 MODELS = ("lmm", "mac", "mag", "mal", "transformer++", "mamba2", "gated-deltanet", "sliding-window")
-QUICK_STEPS = 20
-EVAL_TOKENS = 50_000  # of the validations along the way; the last one reads all, unless quick
+QUICK_STEPS = 4
 # Table 1 of the paper, 400M parameters and 15B tokens: perplexity on WikiText.
 PAPER = {
     "mag": 23.59, "mal": 23.93, "lmm": 25.03, "gated-deltanet": 25.47, "mac": 25.61, "mamba2": 26.34,
@@ -46,8 +46,9 @@ class LMExperiment:
         fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
         tests: what each trained model is given.
         evaluations: validations along a run.
+        eval_tokens: of a validation along a run, at most.
+        final_eval_tokens: of the one at its end; None: all.
         at_a_time: runs side by side, one thread each.
-        quick: a few steps only.
     """
 
     data: str
@@ -66,8 +67,9 @@ class LMExperiment:
     fields: dict[str, Any] = field(default_factory=dict)
     tests: tuple[Exam, ...] = ()
     evaluations: int = 8
+    eval_tokens: int = 50_000
+    final_eval_tokens: int | None = None
     at_a_time: int = 2
-    quick: bool = False
 
     def __post_init__(self) -> None:
         for name in self.models:
@@ -77,10 +79,25 @@ class LMExperiment:
             raise ValueError(f"size is {self.size!r}: {nearest(self.size, SIZES)}")
         if not self.models or not self.seeds:
             raise ValueError("there is nothing to run; expected at least one model and one seed")
+        require_each_once(models=self.models, seeds=self.seeds)
+        for name in ("tokens", "length", "batch_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected at least 1")
+
+    def quick(self) -> LMExperiment:
+        """A few steps of one seed: shows that it works, not that it learns."""
+        return replace(
+            self,
+            seeds=self.seeds[:1],
+            tokens=min(self.tokens, QUICK_STEPS * self.batch_tokens),
+            evaluations=1,
+            eval_tokens=self.batch_tokens,
+            final_eval_tokens=self.batch_tokens,
+        )
 
     def config(self, model: str, seed: int) -> TrainConfig:
         """The training run of a model and a seed."""
-        steps = QUICK_STEPS if self.quick else max(1, self.tokens // self.batch_tokens)
+        steps = max(1, self.tokens // self.batch_tokens)
         every = max(1, steps // max(1, self.evaluations))
         described = {"name": model, "size": self.size} | self.rows.get(model, {})
         own = f"{model}."
@@ -93,7 +110,7 @@ class LMExperiment:
             output=str(run_folder(Path(self.out), model, seed)),
             length=self.length,
             batch_tokens=self.batch_tokens,
-            micro_batch=self.batch_tokens // self.length,
+            micro_batch=max(1, self.batch_tokens // self.length),
             steps=steps,
             learning_rate=self.rates.get(model, self.learning_rate),
             warmup=self.warmup,
@@ -102,8 +119,8 @@ class LMExperiment:
             log_every=max(1, min(20, every)),
             memory_stats_every=every,
             eval_every=every,
-            eval_tokens=EVAL_TOKENS,
-            final_eval_tokens=EVAL_TOKENS if self.quick else None,
+            eval_tokens=self.eval_tokens,
+            final_eval_tokens=self.final_eval_tokens,
             save_every=max(1, steps // 4),
             keep=1,
             trackers=[],
@@ -132,7 +149,7 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
         "runs": [_read_run(model, seed, configs[model, seed]) for model, seed in runs],
     }
     report["table"] = summarise_runs(report["runs"])
-    write_atomically(out / "lm.json", json.dumps(report, indent=2).encode())
+    write_atomically(out / "lm.json", json.dumps(report, indent=2, allow_nan=False).encode())
     write_atomically(out / "lm.md", markdown(report).encode())
     draw(report, out / "lm.png")
     return report
@@ -141,37 +158,36 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
 def _read_run(model: str, seed: int, config: TrainConfig) -> dict[str, Any]:
     """The figures of a finished run."""
     folder = Path(config.output)
-    result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-    lines = read_metrics(folder / METRICS)
-    points: dict[int, float] = {}
-    for line in lines:
-        if line.get("eval_loss"):
-            points.setdefault(line["step"], line["eval_loss"])  # the validation at the end reads more than those before
+    result = read_figures(folder / RESULT)
+    points: dict[int, float | None] = {}
+    for line in read_metrics(folder / METRICS):
+        if loss := line.get("eval_loss"):  # the validation at the end reads more than those before
+            points.setdefault(line["step"], loss if math.isfinite(loss) else None)
     curve = [(step * config.batch_tokens, loss) for step, loss in points.items()]
     return {"model": model, "seed": seed, "curve": curve, "learning_rate": config.learning_rate, **result}
 
 
 def summarise_runs(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Mean and spread of every model over its seeds, the best first."""
+    """Mean and spread of every model over its seeds, the best first; None for one that diverged with any of them."""
     rows = []
     for model in dict.fromkeys(run["model"] for run in runs):
         mine = [run for run in runs if run["model"] == model]
         losses = [run["eval_loss"] for run in mine]
-        mean = statistics.fmean(losses)
+        mean = None if None in losses else statistics.fmean(losses)
         rows.append(
             {
                 "model": model,
                 "parameters": int(mine[0]["parameters"]),
                 "loss": mean,
-                "spread": statistics.stdev(losses) if len(losses) > 1 else None,
+                "spread": statistics.stdev(losses) if len(losses) > 1 and mean is not None else None,
                 "losses": losses,
-                "perplexity": math.exp(mean),
+                "perplexity": None if mean is None else math.exp(min(mean, 700.0)),  # more than that is no number
                 "learning_rate": mine[0]["learning_rate"],
                 "cpu_minutes": statistics.fmean(run["cpu_seconds"] for run in mine) / 60,
                 "paper": PAPER.get(model),
             }
         )
-    return sorted(rows, key=lambda row: row["loss"])
+    return sorted(rows, key=lambda row: math.inf if row["loss"] is None else row["loss"])
 
 
 def markdown(report: dict[str, Any]) -> str:
@@ -188,11 +204,11 @@ def markdown(report: dict[str, Any]) -> str:
     ]
     for row in report["table"]:
         spread = "" if row["spread"] is None else f"{row['spread']:.3f}"
-        each = ", ".join(f"{loss:.3f}" for loss in row["losses"])
+        each = ", ".join(map(show, row["losses"]))
         paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
         lines.append(
-            f"| {row['model']} | {row['parameters']:,} | {row['loss']:.3f} | {spread} | {each} | "
-            f"{row['perplexity']:.2f} | {row['learning_rate']:g} | {row['cpu_minutes']:.1f} | {paper} |"
+            f"| {row['model']} | {row['parameters']:,} | {show(row['loss'])} | {spread} | {each} | "
+            f"{show(row['perplexity'], '.2f')} | {row['learning_rate']:g} | {row['cpu_minutes']:.1f} | {paper} |"
         )
     return "\n".join(lines) + "\n"
 
@@ -210,7 +226,8 @@ def draw(report: dict[str, Any], path: Path) -> None:
     names = [row["model"] for row in report["table"]]
     colours = {name: f"C{index}" for index, name in enumerate(names)}
     for name in names:
-        points = sorted(point for run in report["runs"] if run["model"] == name for point in run["curve"])
+        curves = [run["curve"] for run in report["runs"] if run["model"] == name]
+        points = sorted(point for curve in curves for point in curve if point[1] is not None)
         tokens = sorted({count for count, _ in points})
         means = [statistics.fmean(loss for other, loss in points if other == count) for count in tokens]
         dashes = "-" if name in VARIANTS else "--"
@@ -219,8 +236,10 @@ def draw(report: dict[str, Any], path: Path) -> None:
     left.grid(alpha=0.3)
     left.legend(fontsize=8, title="best first")
     for place, row in enumerate(report["table"]):
-        right.plot(row["losses"], [place] * len(row["losses"]), "o", color=colours[row["model"]], alpha=0.5, ms=5)
-        right.plot(row["loss"], place, "|", color="black", ms=14)
+        known = [loss for loss in row["losses"] if loss is not None]
+        right.plot(known, [place] * len(known), "o", color=colours[row["model"]], alpha=0.5, ms=5)
+        if row["loss"] is not None:
+            right.plot(row["loss"], place, "|", color="black", ms=14)
     right.set(xlabel="final validation loss (nats per token)", yticks=range(len(names)), yticklabels=names)
     right.invert_yaxis()
     right.grid(alpha=0.3, axis="x")

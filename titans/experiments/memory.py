@@ -1,4 +1,4 @@
-"""What a memory holds, and for how long, before anything is trained: capacity and decay, as tables and a page."""
+"""What a memory holds, for how long, and what surprises it, before anything is trained, as tables and a page."""
 
 from __future__ import annotations
 
@@ -7,38 +7,97 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.memory_tests import DEPTHS, WIDTHS, capacity, decay_of_association
+import torch
+
+import titans
+from titans.evaluation.memory_tests import (
+    AGAIN,
+    CHANGED,
+    DEPTHS,
+    ETAS,
+    NEW,
+    PAUSE,
+    WIDTHS,
+    bound,
+    capacity,
+    decay_of_association,
+    mean_surprise,
+    surprise_of_facts,
+)
 from titans.evaluation.plots import Curve, plot_lines
 from titans.evaluation.report import Figure, Section, Table
-from titans.experiments.results import write_sections
+from titans.experiments.results import read_kept, write_figures, write_sections
+from titans.models import TitansConfig, TitansForCausalLM
+from titans.tasks.recall import Recall
 
 Row = dict[str, Any]
 PASSES = (1, 16)  # how often the pairs are written
+FACTS = {NEW: "a new fact", AGAIN: "a repeated one", CHANGED: "a changed one"}
 
 
 def run_memory(
     out: Path, progress: Callable[[int, int, str], None] | None = None, command: str = "", quick: bool = False
 ) -> dict[str, Any]:
-    """Measures both; writes memory.json, memory.md, the page and its pictures into ``out``."""
+    """Measures what is not measured yet; writes memory.json, memory.md, the page and its pictures into ``out``.
+
+    What memory.json holds already, made by the same version with the same settings, is kept.
+    """
     depths, widths = (DEPTHS[:2], WIDTHS[:2]) if quick else (DEPTHS, WIDTHS)
-    rows: list[Row] = []
-
-    def tell(row: Row) -> None:
-        rows.append(row)
-        if progress is not None:
-            total = 2 * len(depths) * len(widths) + len(depths) * len(widths[:2])
-            progress(len(rows), total, f"capacity at depth {row['depth']}, width {row['width']}")
-
-    found = {1: capacity(depths, widths, seeds=2 if quick else 8, on_row=tell)["rows"]}
-    found[PASSES[1]] = capacity(depths, widths[:2], etas=(0.0,), passes=PASSES[1], seeds=2, on_row=tell)["rows"]
-    decay = decay_of_association(samples=4 if quick else 32)["rows"]
-    report = {
-        "name": "memory", "command": command, "date": time.strftime("%Y-%m-%d"), "decay": decay,
-        "capacity": [row | {"passes": passes} for passes, each in found.items() for row in each],
+    seeds, samples = (2, 4) if quick else (8, 32)
+    settings = {"version": titans.__version__, "seeds": seeds, "samples": samples}
+    kept = read_kept(out / "memory.json", settings)
+    once, often = {"passes": PASSES[0], "seeds": seeds}, {"passes": PASSES[1], "seeds": 2}
+    plan: list[Row] = [{"depth": d, "width": w, "eta": eta, **once} for d in depths for w in widths for eta in ETAS]
+    plan += [{"depth": d, "width": w, "eta": 0.0, **often} for d in depths for w in widths[:2]]
+    report: dict[str, Any] = {
+        "name": "memory", "command": command, "date": time.strftime("%Y-%m-%d"), "settings": settings,
+        "capacity": kept.get("capacity", []), "decay": kept.get("decay", []), "surprise": kept.get("surprise", []),
     }  # fmt: skip
-    sections = [capacity_section(report["capacity"]), decay_section(decay)]
+    for number, asked in enumerate(plan):
+        if progress is not None:
+            progress(number, len(plan), f"capacity at depth {asked['depth']}, width {asked['width']}")
+        if not any(asked.items() <= row.items() for row in report["capacity"]):
+            report["capacity"].append(measure_capacity(asked))
+            write_figures(report, out)
+    report["decay"] = report["decay"] or decay_of_association(samples=samples)["rows"]
+    report["surprise"] = report["surprise"] or [measure_surprise(depth, samples) for depth in depths]
+    sections = [
+        capacity_section(report["capacity"]), decay_section(report["decay"]), surprise_section(report["surprise"])
+    ]  # fmt: skip
     write_sections(report, "What a memory holds, and for how long", sections, out)
     return report
+
+
+def measure_capacity(asked: Row) -> Row:
+    """A row of the capacity, with what was asked for."""
+    depth, width, eta = asked["depth"], asked["width"], asked["eta"]
+    (row,) = capacity((depth,), (width,), (eta,), passes=asked["passes"], seeds=asked["seeds"])["rows"]
+    return asked | row
+
+
+def measure_surprise(depth: int, sequences: int) -> Row:
+    """How much facts surprise a memory of so many layers that was never trained, but has the token before as key."""
+    config = TitansConfig(
+        variant="lmm", vocab_size=Recall().vocab_size, hidden_size=64, num_hidden_layers=1, memory_heads=1,
+        memory_depth=depth,
+    )  # fmt: skip
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = TitansForCausalLM(config)
+    found = surprise_of_facts(bound(model), sequences=sequences)
+    return {"depth": depth} | {name: mean_surprise(found, name) for name in FACTS}
+
+
+def surprise_section(rows: Sequence[Row]) -> Section:
+    """A row a depth: how much new, known and changed facts surprise."""
+    about = (
+        "A model whose memory was never trained, but has the token before as the key of each value, reads pairs, "
+        f"{PAUSE} fillers, and then other pairs, the same ones again, or the same keys with each other's values. "
+        "Surprise is the norm of the gradient that a token sends into the memory."
+    )
+    lines = [[f"depth {row['depth']}", *(f"{row[name]:.3f}" for name in FACTS)] for row in rows]
+    table = Table(["memory", *FACTS.values()], lines, "Surprise at the values, on average.")
+    return Section("What surprises it", [about], [table])
 
 
 def capacity_section(rows: Sequence[Row]) -> Section:

@@ -9,15 +9,16 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from titans.evaluation.evaluate import Evaluation, evaluate, rehearse
 from titans.files import write_atomically
 from titans.training.config import RESULT, RUN, TrainConfig
-from titans.training.run import open_data
+from titans.training.run import Data, open_data
 
 POLL = 0.2  # seconds between two looks at what is running
 Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is running
@@ -37,6 +38,11 @@ class Exam:
     seed: int = 0
     control: str | None = None
     fields: dict[str, Any] | None = None
+
+    def of(self, folder: Path) -> Evaluation:
+        """The same of the model in a folder, which the results go to as well."""
+        given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
+        return Evaluation(model=str(folder), out=folder, **given)
 
 
 @dataclass(frozen=True)
@@ -74,14 +80,12 @@ class Job:
 
     def run(self) -> None:
         """Trains what is left to train, then tests; a run that was interrupted goes on."""
-        from titans.evaluation.evaluate import Evaluation, evaluate
         from titans.training.run import train
 
         if not self.is_trained():
             train(self.config, resume=(self.folder / RUN).is_file())
         for test in self.tests:
-            values = {name: value for name, value in asdict(test).items() if value is not None}
-            evaluate(Evaluation(model=str(self.folder), out=self.folder, **values | {"tasks": test.tasks}))
+            evaluate(test.of(self.folder))
         if self.tests:
             write_atomically(self.beside("done"), self._tests().encode())
 
@@ -92,13 +96,31 @@ def run_folder(out: Path, label: str, seed: int) -> Path:
     return out / "runs" / f"{name}-{seed}"
 
 
+def require_each_once(**lists: Sequence[Any]) -> None:
+    """Raises a ``ValueError`` if one of the lists has something twice."""
+    for name, values in lists.items():
+        for value in values:
+            if values.count(value) > 1:
+                raise ValueError(f"{name} has {value!r} more than once; expected each once")
+
+
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Raises a ``ValueError`` if there is a run of the same name that was made of something else."""
+    """Raises a ``ValueError`` if data are missing, if no test can be drawn, or if a run was made of something else."""
+    opened: dict[str, Data] = {}
+    rehearsed: set[str] = set()
     for job in jobs:
+        key = json.dumps(job.config.to_dict() | {"model": {}, "output": "", "seed": 0})  # most jobs have the same data
+        if key not in opened:
+            opened[key] = open_data(job.config)
         if (job.folder / RUN).is_file():
-            difference = job.config.other_than(job.folder, open_data(job.config).fingerprint)
+            difference = job.config.other_than(job.folder, opened[key].fingerprint)
             if difference is not None:
                 raise ValueError(f"{difference}; expected another --out")
+        for test in job.tests:
+            about = key + json.dumps(asdict(test))
+            if about not in rehearsed:
+                rehearse(test.of(job.folder), opened[key].tokenizer)
+                rehearsed.add(about)
 
 
 def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress | None = None) -> None:
@@ -153,5 +175,5 @@ def main() -> None:
 
 def _end_with_the_parent() -> None:
     """Standard input ends when whoever started the process does, however that may be; the run can be resumed."""
-    sys.stdin.buffer.read()
+    os.read(sys.stdin.fileno(), 1)  # not sys.stdin, whose lock, held by a thread, would abort the process at its end
     os._exit(1)

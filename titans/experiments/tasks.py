@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.evaluate import EVAL
-from titans.evaluation.report import Section, Table, result_tables, summarise, write_report
-from titans.experiments.results import as_markdown, write_results
-from titans.experiments.runs import Exam, Job, Progress, check_jobs, run_folder, run_jobs
+from titans.evaluation.evaluate import prepare
+from titans.evaluation.report import EVAL, Section, Table, result_tables, summarise, write_report
+from titans.experiments.results import as_markdown, read_figures, show, write_results
+from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
 from titans.models.configuration import VARIANTS
 from titans.training.config import RESULT, TrainConfig
 
@@ -46,18 +46,20 @@ class TaskExperiment:
     def __post_init__(self) -> None:
         if not self.rows or not self.seeds:
             raise ValueError("there is nothing to run; expected at least one model and one seed")
+        require_each_once(seeds=self.seeds)
 
     def only(self, labels: Sequence[str]) -> TaskExperiment:
         """The same with some of the models."""
+        require_each_once(models=labels)
         for label in labels:
             if label not in self.rows:
                 raise ValueError(f"models has {label!r}; expected some of {', '.join(self.rows)}")
         return replace(self, rows={label: self.rows[label] for label in labels}) if labels else self
 
     def quick(self) -> TaskExperiment:
-        """A few steps and sequences: shows that it works, not that it learns."""
+        """A few steps, and few and short sequences: shows that it works, not that it learns."""
         train = {**self.train, "steps": QUICK_STEPS, "warmup": 1, "eval_tokens": 1, "final_eval_tokens": 1}
-        tests, controls = ([replace(test, samples=2) for test in each] for each in (self.tests, self.controls))
+        tests, controls = ([_shortened(test) for test in each] for each in (self.tests, self.controls))
         return replace(self, train=train, tests=tests, controls=controls, seeds=self.seeds[:1])
 
     def jobs(self, out: Path) -> list[Job]:
@@ -70,6 +72,15 @@ class TaskExperiment:
                 tampered = self.controls if model["name"] in VARIANTS and model.get("memory_writes", True) else ()
                 made.append(Job(config, (*self.tests, *tampered)))
         return made
+
+
+def _shortened(test: Exam) -> Exam:
+    """The test with two sequences of a cell, at the two shortest lengths and at two depths, where it has them."""
+    few: dict[str, Any] = {}
+    for task in prepare(test.of(Path()))[0]:
+        own = task.settings()
+        few |= {f"{task.name}.{name}": sorted(own[name])[:2] for name in ("lengths", "depths") if name in own}
+    return replace(test, settings={**test.settings, **few}, samples=2)
 
 
 def run_tasks(
@@ -106,7 +117,7 @@ def read_result(job: Job, label: str) -> dict[str, Any]:
     """The results of a run, under the label of its model."""
     result: dict[str, Any] = json.loads((job.folder / EVAL).read_text(encoding="utf-8"))
     result["model"]["name"] = label
-    result["training"] = json.loads((job.folder / RESULT).read_text(encoding="utf-8"))
+    result["training"] = read_figures(job.folder / RESULT)
     return result
 
 
@@ -115,8 +126,8 @@ def _training_table(results: Sequence[dict[str, Any]]) -> Table:
     for label in dict.fromkeys(result["model"]["name"] for result in results):
         mine = [result["training"] for result in results if result["model"]["name"] == label]
         minutes = sum(run["cpu_seconds"] for run in mine) / len(mine) / 60
-        accuracy = ", ".join(f"{run['eval_accuracy']:.3f}" for run in mine)
-        loss = ", ".join(f"{run['eval_loss']:.3f}" for run in mine)
+        accuracy = ", ".join(show(run["eval_accuracy"]) for run in mine)
+        loss = ", ".join(show(run["eval_loss"]) for run in mine)
         figures = [f"{int(mine[0]['parameters']):,}", f"{int(mine[0]['tokens']):,}", f"{minutes:.1f}"]
         rows.append([label, *figures, accuracy, loss])
     header = ["model", "parameters", "training tokens", "CPU minutes", "validation accuracy, each seed", "loss"]

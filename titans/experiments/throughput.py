@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import titans
 from titans.evaluation.model_benchmark import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
 from titans.evaluation.plots import Curve, plot_lines
 from titans.evaluation.report import Figure, Section, Table
-from titans.experiments.results import write_sections
+from titans.experiments.results import read_kept, write_figures, write_sections
 
 LENGTHS = (512, 2048, 8192, 16384)
 DEPTHS = (1, 2, 3, 4)
@@ -28,20 +30,40 @@ def run_throughput(
     progress: Callable[[int, int, str], None] | None = None,
     command: str = "",
 ) -> dict[str, Any]:
-    """Times both; writes throughput.json, throughput.md, the page and its pictures into ``out``."""
+    """Times what is not timed yet; writes throughput.json, throughput.md, the page and its pictures into ``out``.
+
+    A length is timed at a time; those that throughput.json holds already, of the same version and settings, are kept.
+    """
     settings = ModelBenchmarkSettings(
         lengths=tuple(lengths), measures=(TRAIN,), repeats=repeats, only=tuple(models), memory=False,
         memory_mode=memory_mode,
     )  # fmt: skip
-    by_length = run_model_benchmark(settings, progress)
-    by_depth = {
-        depth: run_model_benchmark(replace(settings, memory_depth=depth, only=("lmm",)), progress) for depth in depths
-    }
-    report = {
-        "name": "throughput", "command": command, "date": time.strftime("%Y-%m-%d"), "by_length": by_length,
-        "by_depth": {str(depth): each for depth, each in by_depth.items()},
+    version = {"version": titans.__version__}
+    report: dict[str, Any] = {
+        "name": "throughput", "command": command, "date": time.strftime("%Y-%m-%d"), "settings": version,
+        "parts": read_kept(out / "throughput.json", version).get("parts", []),
     }  # fmt: skip
-    about = f"Forward and backward pass, {memory_mode} memory, {by_length['target_parameters']:,} parameters each."
+
+    def run(asked: ModelBenchmarkSettings) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for length in asked.lengths:
+            slow = {each["contender"] for part in found for each in part["left_out"]}
+            part = replace(asked, lengths=(length,), only=tuple(name for name in asked.only if name not in slow))
+            if not part.only:
+                break
+            known = json.loads(json.dumps(asdict(part)))
+            done = next((each for each in report["parts"] if each["settings"] == known), None)
+            if done is None:
+                done = run_model_benchmark(part, progress)
+                report["parts"].append(done)
+                write_figures(report, out)
+            found.append(done)
+        return found
+
+    by_length = run(settings)
+    by_depth = {depth: run(replace(settings, memory_depth=depth, only=("lmm",))) for depth in depths}
+    parameters = by_length[0]["target_parameters"]
+    about = f"Forward and backward pass, {memory_mode} memory, {parameters:,} parameters each."
     ours = {f"LMM, depth {depth}": speeds(each, "lmm") for depth, each in by_depth.items()}
     sections = [
         _section("Training speed against length", about, "length", {name: speeds(by_length, name) for name in models}),
@@ -51,9 +73,10 @@ def run_throughput(
     return report
 
 
-def speeds(report: dict[str, Any], name: str) -> dict[int, float | None]:
+def speeds(parts: Sequence[dict[str, Any]], name: str) -> dict[int, float | None]:
     """Tokens per second of a model at each length."""
-    return {row["length"]: row["tokens_per_second"] for row in report["results"] if row["contender"] == name}
+    rows = [row for part in parts for row in part["results"] if row["contender"] == name]
+    return {row["length"]: row["tokens_per_second"] for row in rows}
 
 
 def _section(title: str, about: str, name: str, found: dict[str, dict[int, float | None]]) -> Section:

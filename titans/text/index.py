@@ -1,0 +1,303 @@
+"""Nearest vectors: exact search in memory, and above some size files of usearch that can always be made again."""
+
+from __future__ import annotations
+
+import itertools
+import uuid
+import zlib
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titans.text.records import StoreError
+from titans.text.sqlite import Segment, SqliteStore, UserRow
+
+EXACT = 20_000  # so many records of a user are searched one by one; from there on there are files
+SEGMENT = 10_000  # records of a file
+PATCHED = 1_000  # so many changes are followed one by one; after more all is read again
+LEAST = 1_000  # fewer than this are never worth a file
+KEPT = 300_000  # records of which places are kept in memory, over all users
+WIDER = 4  # how much more is asked of a file when not all of its records may be found
+EXPANSION = 64  # candidates that usearch follows
+
+
+def nearest_exact(matrix: np.ndarray, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
+    """The rows of (n, width) with the highest product with a vector, and the products, best first."""
+    scores = matrix @ vector
+    many = min(many, len(scores))
+    if many < len(scores):
+        rows = np.argpartition(-scores, many - 1)[:many] if many else np.empty(0, dtype=np.int64)
+    else:
+        rows = np.arange(len(scores))
+    rows = rows[np.lexsort((-rows, -scores[rows]))]  # among equals the later one
+    return rows, scores[rows]
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The records of one user among which is searched.
+
+    Attributes:
+        name, user: the user.
+        scopes: numbers of the scopes; None: all of the user's.
+        matching: places of records that pass a filter; None: there is no filter.
+    """
+
+    name: str
+    user: UserRow
+    scopes: Sequence[int] | None = None
+    matching: np.ndarray | None = None
+
+
+@dataclass
+class Catalogue:
+    """What a process keeps in memory of a user's records, in their order.
+
+    Attributes:
+        places, scopes, lengths: (n,) the place of each record, its scope and its number of words.
+        open_places, open_vectors: (m,) and (m, width), the records that no file of the index covers.
+        files: the open files of the index by name.
+        projected: the open vectors in the neural memory's space, made when first asked for.
+        epoch, event: of the user, and the last line of the log, when the records were read.
+        state: of which places and files the open vectors are.
+    """
+
+    user: int
+    epoch: int
+    event: int
+    places: np.ndarray
+    scopes: np.ndarray
+    lengths: np.ndarray
+    open_places: np.ndarray
+    open_vectors: np.ndarray
+    files: dict[str, tuple[Segment, Any]] = field(default_factory=dict)
+    projected: np.ndarray | None = None
+    state: tuple[Any, ...] = ()
+
+    def allowed(self, selection: Selection) -> np.ndarray | None:
+        """(n,) bool: which of the records are selected; None if all are."""
+        if selection.scopes is None and selection.matching is None:
+            return None
+        mask = np.ones(len(self.places), dtype=bool)
+        if selection.scopes is not None:
+            mask &= np.isin(self.scopes, selection.scopes)
+        if selection.matching is not None:
+            mask &= np.isin(self.places, selection.matching)
+        return None if mask.all() else mask
+
+
+class LocalIndex:
+    """The vector index of a store on this machine: exact for small users, files of usearch for large ones."""
+
+    def __init__(self, store: SqliteStore, width: int) -> None:
+        self.store, self.width = store, width
+        self._users: OrderedDict[int, Catalogue] = OrderedDict()
+
+    def catalogue(self, user: UserRow, vectors: bool = True) -> Catalogue:
+        """A user's records as they are in the store now; called while the store is being read."""
+        known = self._users.get(user.id)
+        if known is None or (known.epoch != user.epoch and not self._patch(known, user)):
+            none = np.empty(0, dtype=np.int64)
+            matrix = np.empty((0, self.width), dtype=np.float32)
+            known = Catalogue(user.id, user.epoch, self.store.last_event(), none, none, none, none, matrix)
+            self._users[user.id] = known
+        self._users.move_to_end(user.id)
+        last = int(known.places[-1]) if len(known.places) else 0
+        new = self.store.rows_after(user.id, last)
+        if len(new):
+            known.places, known.scopes, known.lengths = (
+                np.concatenate([old, column])
+                for old, column in zip((known.places, known.scopes, known.lengths), new.T, strict=True)
+            )
+        if vectors:
+            self._refresh(known)
+        while len(self._users) > 1 and sum(len(other.places) for other in self._users.values()) > KEPT:
+            self._users.popitem(last=False)
+        return known
+
+    def _patch(self, known: Catalogue, user: UserRow) -> bool:
+        """Follows what was erased or replaced since; False if that is too much, and all must be read again."""
+        changed = self.store.changes_after(known.event, PATCHED + 1)
+        if changed is None or len(changed) > PATCHED:
+            return False
+        stay = ~np.isin(known.places, changed)
+        again = self.store.rows_at(user.id, changed)
+        columns = (known.places[stay], known.scopes[stay], known.lengths[stay])
+        joined = [np.concatenate([old, new]) for old, new in zip(columns, again.T, strict=True)]
+        order = np.argsort(joined[0], kind="stable")
+        known.places, known.scopes, known.lengths = (column[order] for column in joined)
+        stay = ~np.isin(known.open_places, changed)
+        known.open_places, known.open_vectors = known.open_places[stay], known.open_vectors[stay]
+        known.epoch, known.event, known.state, known.projected = user.epoch, self.store.last_event(), (), None
+        return True
+
+    def _refresh(self, known: Catalogue) -> None:
+        """Opens new files of the index, and loads the vectors that none of them covers."""
+        segments = {segment.file: segment for segment in self.store.segments(known.user)}
+        state = (len(known.places), *segments)
+        if known.state == state:
+            return
+        known.files = {name: known.files[name] for name in known.files if name in segments}
+        uncovered = np.ones(len(known.places), dtype=bool)
+        for name, segment in segments.items():
+            if name not in known.files:
+                opened = _open_file(self.store.index_folder / name, segment.sum)
+                if opened is None:
+                    continue
+                known.files[name] = (segment, opened)
+            low, high = np.searchsorted(known.places, [segment.low, segment.high + 1])
+            uncovered[low:high] = False
+        known.state = state
+        wanted = known.places[uncovered]
+        places, vectors = known.open_places, known.open_vectors
+        kept = np.isin(places, wanted)
+        if not kept.all():
+            places, vectors = places[kept], vectors[kept]
+        missing = wanted[~np.isin(wanted, places)]
+        if len(missing):
+            later = not len(places) or missing[0] > places[-1]
+            found, matrix = self.store.vectors_between(known.user, int(missing[0]), int(missing[-1]), self.width)
+            new = np.isin(found, missing)
+            places, vectors = np.concatenate([places, found[new]]), np.concatenate([vectors, matrix[new]])
+            if not later:
+                order = np.argsort(places, kind="stable")
+                places, vectors = places[order], vectors[order]
+        known.open_places, known.open_vectors, known.projected = places, vectors, None
+
+    def nearest(self, selection: Selection, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
+        """The places of the nearest records of a selection, and their cosines, best first."""
+        known = self.catalogue(selection.user)
+        allowed = known.allowed(selection)
+        places, vectors = known.open_places, known.open_vectors
+        if allowed is not None:
+            inside = among(places, known.places[allowed])
+            places, vectors = places[inside], vectors[inside]
+        rows, scores = nearest_exact(vectors, vector, many)
+        found, cosines = [places[rows]], [scores]
+        for segment, opened in known.files.values():
+            low, high = np.searchsorted(known.places, [segment.low, segment.high + 1])
+            may = None if allowed is None or allowed[low:high].all() else known.places[low:high][allowed[low:high]]
+            part = _search_file(opened, vector, may, int(high - low), many)
+            found.append(part[0])
+            cosines.append(part[1])
+        everything, scores = np.concatenate(found), np.concatenate(cosines)
+        order = np.lexsort((-everything, -scores))[:many]
+        return everything[order], scores[order]
+
+    def build(self, user: str) -> int:
+        """Writes files for a user's records once enough of them are in none; returns how many were written."""
+        with self.store.reading():
+            row = self.store.find_user(user)
+            if row is None or row.count < EXACT:
+                return 0
+            covered = self.store.segments(row.id)
+            if row.count - sum(segment.count for segment in covered) < (SEGMENT if covered else EXACT):
+                return 0
+            known = self.catalogue(row)
+            places, vectors = known.open_places, known.open_vectors
+        return sum(
+            self._build_file(user, row, places[low:high], vectors[low:high]) for low, high in _runs(places, covered)
+        )
+
+    def _build_file(self, user: str, row: UserRow, places: np.ndarray, vectors: np.ndarray) -> int:
+        from titans.files import write_atomically
+
+        name, data = f"{uuid.uuid4().hex}.usearch", _make_file(places, vectors)
+        write_atomically(self.store.index_folder / name, data)
+        segment = Segment(name, int(places[0]), int(places[-1]), len(places), zlib.crc32(data))
+        with self.store.writing():
+            now = self.store.find_user(user)
+            # Something of the user's may have been erased meanwhile: a file that still holds it must not stay.
+            valid = now is not None and (now.id, now.epoch) == (row.id, row.epoch)
+            if valid:
+                self.store.add_segment(row.id, segment)
+        if not valid:
+            (self.store.index_folder / name).unlink(missing_ok=True)
+        return int(valid)
+
+    def forget(self) -> None:
+        """Drops what is kept in memory."""
+        self._users.clear()
+
+
+def among(places: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which of the places are among those known, which are sorted."""
+    if not len(known):
+        return np.zeros(len(places), dtype=bool)
+    rows = np.minimum(np.searchsorted(known, places), len(known) - 1)
+    return known[rows] == places
+
+
+def _runs(places: np.ndarray, covered: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Ranges of the open records to write to files; none reaches over another file's range.
+
+    At the end only whole files are made, since it will grow. The holes that erasing has left are filled once there are
+    as many records in them as are searched one by one.
+    """
+    edges = np.searchsorted(places, [segment.low for segment in covered])
+    edges = np.unique(np.concatenate([[0], edges, [len(places)]])).astype(int)
+    tail = int(np.searchsorted(places, max((segment.high for segment in covered), default=0)))
+    ranges = []
+    for low, high in itertools.pairwise(edges.tolist()):
+        least = SEGMENT if low >= tail else LEAST
+        if low < tail < EXACT:
+            continue
+        pieces = [(start, min(start + SEGMENT, high)) for start in range(low, high, SEGMENT)]
+        ranges += [(start, end) for start, end in pieces if end - start >= least]
+    return ranges
+
+
+def _usearch() -> Any:
+    try:
+        from usearch.index import Index
+    except ImportError:
+        raise StoreError(
+            f"more than {EXACT:,} records of a user need usearch: pip install titan-memory[text]"
+        ) from None
+    return Index
+
+
+def _make_file(places: np.ndarray, vectors: np.ndarray) -> bytes:
+    """The bytes of an index of vectors (n, width), whose keys are their places."""
+    index = _usearch()(ndim=vectors.shape[1], metric="cos", dtype="f16", expansion_add=128)
+    index.add(places.astype(np.uint64), vectors)
+    return bytes(index.save())
+
+
+def _open_file(path: Path, sum: int) -> Any:
+    """The index in a file, or None if it cannot be read: its records are then searched one by one."""
+    try:
+        if zlib.crc32(path.read_bytes()) != sum:  # a damaged file could lead usearch anywhere
+            return None
+        index = _usearch().restore(str(path), view=True)
+    except (OSError, RuntimeError, ValueError):
+        return None
+    if index is not None:
+        index.expansion_search = EXPANSION
+    return index
+
+
+def _search_file(
+    index: Any, vector: np.ndarray, may: np.ndarray | None, size: int, many: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The nearest of a file, best first; ``may`` are the places that may be found, None if all may."""
+    if may is not None and not len(may):
+        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
+    if may is not None and WIDER * len(may) < size:
+        vectors = np.asarray(index.get(may.astype(np.uint64)), dtype=np.float32)
+        rows, scores = nearest_exact(vectors, vector, many)
+        return may[rows], scores
+    asked = many
+    while True:
+        found = index.search(vector, min(asked, size))
+        places, scores = found.keys.astype(np.int64), 1 - found.distances
+        if may is None:
+            return places, scores
+        inside = np.isin(places, may)
+        if int(inside.sum()) >= min(many, len(may)) or asked >= size:
+            return places[inside][:many], scores[inside][:many]
+        asked *= WIDER

@@ -1,0 +1,453 @@
+"""The neural memory of a scope: a small network that every text it is told takes one step further."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import shutil
+import uuid
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titans.ops import MemoryMLP, MemoryState, neural_memory_chunked
+from titans.ops.state import read_tensors, write_tensors
+
+ASSOCIATIONS = ("self", "previous")
+FORMAT, VERSION = "titans.NeuralTextMemory", "1"
+CONFIG_FILE, WEIGHTS_FILE, FIGURES_FILE = "config.json", "memory.safetensors", "figures.json"
+GRID = 2.0**20  # starting weights are multiples of its inverse, so that every machine makes the same
+MAX_NORM = 10.0  # no row of what was learned, nor of the momentum, is longer than this at the end of a chunk
+
+
+@dataclass(frozen=True)
+class NeuralConfig:
+    """The shape and the rule of a text memory.
+
+    Args:
+        width: of the encoder's vectors.
+        dim: of the memory.
+        depth: layers of the memory network, with SiLU between them.
+        bias: the memory network has biases.
+        theta, eta, alpha: step, momentum and forgetting, each in [0, 1]; with ``data_dependent``, where they start.
+        data_dependent: step, momentum and forgetting are learned functions of the text.
+        chunk_size: texts of a chunk, which take their gradients at the chunk's first weights; part of the model.
+        heads: of the attention.
+        persistent: learned vectors that the attention always sees.
+        bounded: divide each step by how far it moves the answer and by how crowded its chunk is, so that the memory
+            stays finite whatever it is told; off is the rule as the paper writes it.
+        first_order: training treats the weights at which the memory takes its gradient as constants.
+        associate: ``"self"``: key and value are of the same text; ``"previous"``: the key is of the text before it.
+        seed: of the starting weights.
+    """
+
+    width: int = 384
+    dim: int = 128
+    depth: int = 2
+    bias: bool = True
+    theta: float = 0.01
+    eta: float = 0.9
+    alpha: float = 0.02
+    data_dependent: bool = False
+    chunk_size: int = 16
+    heads: int = 4
+    persistent: int = 4
+    bounded: bool = True
+    first_order: bool = False
+    associate: str = "self"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+        for field in fields(self):
+            value, kind = getattr(self, field.name), str(field.type)
+            if not isinstance(value, kinds[kind]) or (kind != "bool" and isinstance(value, bool)):
+                raise ValueError(f"{field.name} is {value!r}; expected a value of type {kind}")
+        for name, least in {"width": 1, "dim": 1, "depth": 1, "chunk_size": 1, "heads": 1, "persistent": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least {least}")
+        for name in ("theta", "eta", "alpha"):
+            value = getattr(self, name)
+            if not 0 <= value <= 1:
+                raise ValueError(f"{name} is {value}; expected a number in [0, 1]")
+            if self.data_dependent and not 0 < value < 1:
+                raise ValueError(f"{name} is {value}; expected a number between 0 and 1 for gates to start from")
+        if self.dim % self.heads:
+            raise ValueError(f"dim is {self.dim} and heads is {self.heads}; expected heads to divide dim")
+        if self.associate not in ASSOCIATIONS:
+            raise ValueError(f"associate is {self.associate!r}; expected one of {', '.join(ASSOCIATIONS)}")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, as JSON takes them."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> NeuralConfig:
+        """The inverse of :meth:`to_dict`."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(given) - known)
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is no field of a text memory; expected {', '.join(sorted(known))}")
+        return cls(**given)
+
+
+@dataclass(frozen=True)
+class ScopeMemory:
+    """What is kept of a scope's texts, in their order.
+
+    Attributes:
+        sealed: the memory after all whole chunks, batch 1 and one head.
+        open: (m, width), the vectors of the texts since; fewer than a chunk.
+        before: (0 or 1, width), the vector of the last text of the whole chunks.
+        count: texts in all.
+    """
+
+    sealed: MemoryState
+    open: Tensor
+    before: Tensor
+    count: int
+
+
+class Turn(NamedTuple):
+    """A turn of the conversation, (n, dim) each."""
+
+    h: Tensor  # what the memory says to the input
+    y: Tensor  # the input after attention to [persistent | h | input]
+    o: Tensor  # y gated by what the memory says to y, of length 1
+
+
+class NeuralTextMemory(nn.Module):
+    """Projections, attention and the learned start of a text memory; the memories themselves are values.
+
+    A scope's memory is a pure function of the ordered list of its texts' vectors. Texts 0 to 15 are its first chunk,
+    and so on. All reads and gradients of a chunk are taken at the chunk's first weights:
+    ``neural_memory_recurrent(chunk_size=16)`` is the definition. Every chunk is computed by itself and in one shape,
+    so not one bit of a memory depends on whether its texts came one by one or all at once.
+    """
+
+    def __init__(self, config: NeuralConfig = NeuralConfig()) -> None:  # noqa: B008 (frozen)
+        super().__init__()
+        self.config = config
+        dim = config.dim
+        self.to_dim = nn.Linear(config.width, dim, bias=False)  # W_proj
+        self.to_key = nn.Linear(dim, dim, bias=False)  # W_K
+        self.to_value = nn.Linear(dim, dim, bias=False)  # W_V
+        self.to_query = nn.Linear(dim, dim, bias=False)  # W_Q
+        self.to_gates = nn.Linear(dim, 3) if config.data_dependent else None
+        self.initial = nn.ParameterList(
+            torch.empty(out, inside + int(config.bias)) for inside, out in pairwise([dim] * (config.depth + 1))
+        )  # M_0
+        self.persistent = nn.Parameter(torch.empty(config.persistent, dim))
+        self.norm = nn.LayerNorm(dim)
+        self.attention_in = nn.Linear(dim, 3 * dim, bias=False)
+        self.attention_out = nn.Linear(dim, dim, bias=False)
+        self.network = MemoryMLP(bias=config.bias)
+        self.reset_parameters()
+
+    @classmethod
+    def default(cls, width: int = 384) -> NeuralTextMemory:
+        """The untrained memory for an encoder of this width; the same on every machine."""
+        return cls(NeuralConfig(width=width)).requires_grad_(False)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Projections that keep what the encoder says, a memory that answers 0, an attention that adds nothing."""
+        generator = torch.Generator().manual_seed(self.config.seed)
+        self.to_dim.weight.copy_(_orthogonal(self.config.dim, self.config.width, generator))
+        for linear in (self.to_key, self.to_value, self.to_query):
+            linear.weight.copy_(torch.eye(self.config.dim))
+        for index, weight in enumerate(self.initial):
+            last = index + 1 == self.config.depth
+            weight.copy_(torch.zeros_like(weight) if last else _uniform(weight.shape, generator))
+        self.persistent.copy_(_uniform(self.persistent.shape, generator))
+        self.attention_in.weight.copy_(_uniform(self.attention_in.weight.shape, generator))
+        nn.init.zeros_(self.attention_out.weight)
+        if self.to_gates is not None:
+            start = (self.config.theta, self.config.eta, self.config.alpha)
+            nn.init.zeros_(self.to_gates.weight)
+            self.to_gates.bias.copy_(torch.tensor([math.log(value / (1 - value)) for value in start]))
+
+    def project(self, vectors: Tensor) -> Tensor:
+        """The encoder's vectors (..., width) as unit vectors (..., dim)."""
+        return _unit(self.to_dim(vectors))
+
+    def create(self, batch: int = 1) -> MemoryState:
+        """The learned start M_0 for ``batch`` scopes, part of the graph."""
+        return MemoryState.create([weight.expand(batch, 1, -1, -1) for weight in self.initial])
+
+    def empty(self) -> ScopeMemory:
+        """The memory of a scope that has been told nothing."""
+        none = self.to_dim.weight.new_zeros(0, self.config.width)
+        with torch.no_grad():
+            return ScopeMemory(self.create().map(torch.clone), none, none, 0)
+
+    @torch.no_grad()
+    def write(self, memory: ScopeMemory, vectors: Tensor) -> tuple[ScopeMemory, Tensor]:
+        """Tells the memory texts, in their order.
+
+        Args:
+            memory: what was known before; it is not changed.
+            vectors: (n, width), of the texts.
+
+        Returns:
+            the new memory, and how surprising each text was (n,): ||M(k) - v||^2 at the memory after all texts before.
+        """
+        vectors = self._check(vectors)
+        size, known = self.config.chunk_size, len(memory.open)
+        waiting = torch.cat([memory.open, vectors])
+        sealed, before = memory.sealed, memory.before
+        surprises = []
+        for chunk in waiting.split(size):
+            # Always the shape of a whole chunk: another shape may round otherwise. What stands behind the texts has no
+            # influence on them.
+            padded = F.pad(chunk, (0, 0, 0, size - len(chunk)))
+            state, surprise = self.write_chunk(sealed, padded[None], before[None])
+            surprises.append(surprise[0, : len(chunk)])
+            if len(chunk) == size:
+                sealed, before, waiting = state, chunk[-1:].clone(), waiting[size:]
+        told = torch.cat([*surprises, vectors.new_zeros(0)])[known:]
+        return ScopeMemory(sealed, waiting.clone(), before, memory.count + len(vectors)), told
+
+    @torch.no_grad()
+    def current(self, memory: ScopeMemory) -> MemoryState:
+        """The memory after all its texts, those of the open chunk included."""
+        if not len(memory.open):
+            return memory.sealed
+        return self.write_chunk(memory.sealed, memory.open[None], memory.before[None])[0]
+
+    @torch.no_grad()
+    def read(self, memory: ScopeMemory, vectors: Tensor) -> Tensor:
+        """M(W_Q x) for texts (n, width) -> (n, dim), at the memory after all its texts; changes nothing."""
+        return self.answer(self.current(memory), self.project(self._check(vectors))[None])[0]
+
+    @torch.no_grad()
+    def turn(self, memory: ScopeMemory, vectors: Tensor) -> Turn:
+        """The MAC turn for texts (n, width), at the memory after all its texts; changes nothing."""
+        return Turn(*(x[0] for x in self.take_turn(self.current(memory), self._check(vectors)[None])))
+
+    def answer(self, state: MemoryState, x: Tensor) -> Tensor:
+        """M(W_Q x), (batch, n, dim) -> (batch, n, dim)."""
+        query = _unit(self.to_query(x)).unsqueeze(1)
+        result: Tensor = self.network(state.weights, query).squeeze(1)
+        return result
+
+    def attend(self, x: Tensor, h: Tensor) -> Tensor:
+        """y = x + Attn([persistent | h | x]) at the place of x; each text by itself, (batch, n, dim) each."""
+        heads = self.config.heads
+        persistent = self.persistent.expand(*x.shape[:2], -1, -1)
+        tokens = self.norm(torch.cat([persistent, h.unsqueeze(2), x.unsqueeze(2)], dim=2))
+        q, k, v = self.attention_in(tokens).unflatten(-1, (3, heads, -1)).unbind(-3)  # (batch, n, tokens, heads, width)
+        q, k, v = q[:, :, -1:].transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3)
+        weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1)
+        return x + self.attention_out((weights @ v).flatten(2))
+
+    def take_turn(self, state: MemoryState, vectors: Tensor) -> Turn:
+        """:meth:`turn` for several scopes at once, (batch, n, width), with gradients."""
+        x = self.project(vectors)
+        h = self.answer(state, x)
+        y = self.attend(x, h)
+        return Turn(h, y, _unit(y * self.answer(state, y)))
+
+    def associate(self, state: MemoryState, vectors: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is written for the texts of a chunk.
+
+        Args:
+            state: the memory at the chunk's start.
+            vectors: (batch, n, width), the chunk's texts.
+            before: (batch, 0 or 1, width), the text before them, if there is one.
+
+        Returns:
+            unit keys and values, and y, (batch, n, dim) each.
+        """
+        if self.config.associate == "self":
+            before = before[:, :0]
+        x = self.project(torch.cat([before, vectors], dim=1))
+        y = self.attend(x, self.answer(state, x))
+        new = y[:, before.shape[1] :]
+        source = new
+        if self.config.associate == "previous":  # the first text of all follows itself
+            source = y[:, :-1] if before.shape[1] else torch.cat([y[:, :1], y[:, :-1]], dim=1)
+        return _unit(self.to_key(source)), _unit(self.to_value(new)), new
+
+    def gates(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, alpha, eta (batch, 1, n) for what is written (batch, n, dim)."""
+        if self.to_gates is not None:
+            theta, eta, alpha = torch.sigmoid(self.to_gates(y)).unsqueeze(1).unbind(-1)
+            return theta, alpha, eta
+        config = self.config
+        shape = (y.shape[0], 1, y.shape[1])
+        theta, alpha, eta = (y.new_full(shape, value) for value in (config.theta, config.alpha, config.eta))
+        return theta, alpha, eta
+
+    def write_chunk(self, state: MemoryState, vectors: Tensor, before: Tensor) -> tuple[MemoryState, Tensor]:
+        """Writes at most a chunk to several scopes at once, with gradients.
+
+        Args:
+            state: the memory at the chunk's start.
+            vectors: (batch, n, width), n no more than ``chunk_size``.
+            before: (batch, 0 or 1, width), the text before them, if there is one.
+
+        Returns:
+            the memory after the texts, and how surprising each was (batch, n).
+        """
+        size = self.config.chunk_size
+        if vectors.shape[1] > size:
+            raise ValueError(f"vectors has {vectors.shape[1]} texts; expected no more than a chunk of {size}")
+        k, v, y = self.associate(state, vectors, before)
+        theta, alpha, eta = self.gates(y)
+        # Text t is asked for the key of text t + 1: its answer is what that text finds.
+        following = torch.cat([k[:, 1:], k[:, -1:]], dim=1)
+        rest = [weight.expand(len(vectors), 1, -1, -1) for weight in self.initial]
+        told, new = neural_memory_chunked(
+            following.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), theta, alpha, eta, state, size,
+            network=self.network, rest=rest, bounded=self.config.bounded, max_norm=MAX_NORM,
+            first_order=self.config.first_order, check_values=False,
+        )[:2]  # fmt: skip
+        first = self.network(state.weights, k[:, :1].unsqueeze(1))
+        found = torch.cat([first, told[:, :, :-1]], dim=2).squeeze(1)
+        return MemoryState.create(new.weights, new.momentum), (found - v).square().sum(-1)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits that change with any setting or weight: the version of what is written with it."""
+        digest = hashlib.sha256(json.dumps(self.config.to_dict(), sort_keys=True).encode())
+        for name, tensor in sorted(self.state_dict().items()):
+            digest.update(name.encode())
+            digest.update(tensor.detach().cpu().float().contiguous().numpy().data)
+        return digest.hexdigest()[:16]
+
+    def pack(self, memory: ScopeMemory) -> bytes:
+        """A scope's memory as bytes, every bit of it."""
+        from safetensors.torch import save
+
+        tensors = {"open": memory.open, "before": memory.before, "count": torch.tensor(memory.count)}
+        for name, group in (("weights", memory.sealed.weights), ("momentum", memory.sealed.momentum)):
+            tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(group)}
+        return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+
+    def unpack(self, data: bytes) -> ScopeMemory:
+        """The inverse of :meth:`pack`; a ``ValueError`` for bytes that are no memory of this shape."""
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        try:
+            tensors = load(data)
+        except SafetensorError as error:
+            raise ValueError(f"the bytes hold no scope's memory: {error}") from error
+        width, depth = self.config.width, self.config.depth
+        count = int(tensors["count"]) if "count" in tensors and tensors["count"].ndim == 0 else -1
+        shapes = {"open": (count % self.config.chunk_size, width), "count": ()}
+        shapes["before"] = (int(count >= self.config.chunk_size), width)
+        for group in ("weights", "momentum"):
+            shapes |= {f"{group}.{i}": (1, 1, *weight.shape) for i, weight in enumerate(self.initial)}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if count < 0 or found != shapes:
+            wrong = next((name for name in shapes if found.get(name) != shapes[name]), "count")
+            raise ValueError(
+                f"the bytes hold a memory with {wrong} of shape {found.get(wrong)}; expected {shapes[wrong]}"
+            )
+        device = self.to_dim.weight.device
+        weights, momentum = (
+            [tensors[f"{group}.{i}"].to(device) for i in range(depth)] for group in ("weights", "momentum")
+        )
+        sealed = MemoryState.create(weights, momentum)
+        return ScopeMemory(sealed, tensors["open"].to(device), tensors["before"].to(device), count)
+
+    def save(self, folder: str | Path, figures: Mapping[str, Any] | None = None, overwrite: bool = False) -> None:
+        """Writes config, weights and ``figures`` to a folder, under a temporary name first.
+
+        A folder that has something in it is refused, unless it is a memory's and ``overwrite`` is given.
+        """
+        target = Path(folder)
+        check_folder(target, overwrite)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
+        old = target.with_name(f".{target.name}.{uuid.uuid4().hex}.old")
+        temporary.mkdir()
+        try:
+            for name, content in ((CONFIG_FILE, self.config.to_dict()), (FIGURES_FILE, figures)):
+                if content is not None:
+                    (temporary / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_tensors(temporary / WEIGHTS_FILE, self.state_dict(), {"format": FORMAT, "version": VERSION})
+            if target.exists():
+                target.rename(old)
+            temporary.rename(target)
+        except BaseException:
+            if old.exists() and not target.exists():
+                old.rename(target)
+            raise
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+            shutil.rmtree(old, ignore_errors=True)
+
+    @classmethod
+    def load(cls, folder: str | Path) -> NeuralTextMemory:
+        """A memory written by :meth:`save`; a ``ValueError`` says what is wrong with any other folder."""
+        source = Path(folder)
+        file = source / CONFIG_FILE
+        if not file.is_file():
+            raise ValueError(f"{file} is not there; expected a folder written by `titans text train`")
+        try:
+            given = json.loads(file.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{file} cannot be read as JSON: {error}") from error
+        if not isinstance(given, dict):
+            raise ValueError(f"{file} holds {type(given).__name__}; expected the fields of a text memory")
+        memory = cls(NeuralConfig.from_dict(given))
+        tensors, _ = read_tensors(source / WEIGHTS_FILE, "cpu", FORMAT, VERSION, "text memory")
+        expected = {name: tuple(tensor.shape) for name, tensor in memory.state_dict().items()}
+        found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if found != expected:
+            wrong = next(name for name in {**expected, **found} if found.get(name) != expected.get(name))
+            raise ValueError(
+                f"{source} has {wrong} of shape {found.get(wrong)}; its config expects {expected.get(wrong)}"
+            )
+        memory.load_state_dict(tensors)
+        return memory.requires_grad_(False)
+
+    def _check(self, vectors: Tensor) -> Tensor:
+        """The vectors as the memory takes them: on its device, in its dtype."""
+        vectors = torch.as_tensor(vectors).to(self.to_dim.weight)
+        if vectors.ndim != 2 or vectors.shape[1] != self.config.width:
+            raise ValueError(f"vectors has shape {tuple(vectors.shape)}; expected (n, {self.config.width})")
+        if not bool(torch.isfinite(vectors).all()):
+            raise ValueError("vectors has values that are NaN or infinite; expected finite ones")
+        return vectors
+
+
+def check_folder(folder: Path, overwrite: bool) -> None:
+    """Raises a ``ValueError`` if a memory may not be saved there."""
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file; expected a folder to write a text memory to")
+    if not (folder / WEIGHTS_FILE).is_file():
+        raise ValueError(f"{folder} has other files in it; expected a new or empty folder")
+    if not overwrite:
+        raise ValueError(f"{folder} has a text memory in it; expected a new folder, or --overwrite to replace it")
+
+
+def _unit(x: Tensor) -> Tensor:
+    return F.normalize(x, dim=-1)
+
+
+def _uniform(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Values whose product with a unit vector has a variance of 1 / inputs; uniform, as their bits are everywhere."""
+    bound = math.sqrt(3 / shape[-1])
+    drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
+    return torch.round(drawn * bound * GRID) / GRID
+
+
+def _orthogonal(rows: int, columns: int, generator: torch.Generator) -> Tensor:
+    """(rows, columns) with orthonormal rows, or columns if there are fewer of them."""
+    drawn = torch.rand(max(rows, columns), min(rows, columns), generator=generator, dtype=torch.float64) * 2 - 1
+    basis, triangle = torch.linalg.qr(drawn)
+    basis = basis * torch.sign(torch.diagonal(triangle))
+    return torch.round((basis if rows >= columns else basis.mT) * GRID) / GRID

@@ -1,0 +1,210 @@
+"""How the voices of a search are joined, and what a store that is full lets go of."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+K1, B = 1.2, 0.75  # of BM25
+MOST_POSTINGS = 5_000  # of the words of one question; the rarest words come first
+STOP_WORDS = frozenset(
+    """
+    a about an and are as at be been but by can could did do does for from had has have he her him his how i if in into
+    is it its me my no not of on or our she should so some than that the their them then there these they this to was
+    we were what when where which who whom whose why will with would you your
+    """.split()  # noqa: SIM905
+)
+POLICIES = ("surprise", "fifo", "random", "longest")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How much each voice of a search counts; reciprocal rank fusion joins them.
+
+    A voice puts candidates in an order. One that it puts in place r (from 1) gets ``weight / (constant + r)``, and the
+    sum over the voices, divided by what a candidate gets that is first everywhere, is its score.
+
+    Args:
+        bm25: the words of the question.
+        cosine: its meaning, by the encoder.
+        neural: what the scope's memory answers to it; 0 does not ask it.
+        recency: newer candidates first.
+        surprise: more surprising candidates first.
+        constant: of the fusion; a large one makes the first places count less.
+        pool: candidates that each of the first three voices may name.
+    """
+
+    bm25: float = 1.0
+    cosine: float = 1.0
+    neural: float = 0.0
+    recency: float = 0.0
+    surprise: float = 0.0
+    constant: float = 60.0
+    pool: int = 50
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
+                raise ValueError(f"{field.name} is {value!r}; expected a number that is not negative")
+        if not isinstance(self.pool, int) or self.pool < 1:
+            raise ValueError(f"pool is {self.pool!r}; expected a whole number of at least 1")
+        if self.bm25 + self.cosine + self.neural == 0:
+            raise ValueError("bm25, cosine and neural are all 0; expected at least one voice that finds something")
+
+
+@dataclass(frozen=True)
+class Eviction:
+    """What a full store keeps.
+
+    ``"surprise"`` keeps the records with the highest sum of three ranks between 0 and 1, weighted: how surprising, how
+    new, how often used. ``"fifo"`` keeps the newest, ``"longest"`` the longest, ``"random"`` any.
+
+    Args:
+        policy: one of the four.
+        surprise, recency, uses: the weights of ``"surprise"``.
+        spare: share of the limit that is freed at a time beyond what is needed, since every eviction makes the
+            memories of its scopes anew.
+        seed: of ``"random"``.
+    """
+
+    policy: str = "surprise"
+    surprise: float = 1.0
+    recency: float = 0.5
+    uses: float = 1.0
+    spare: float = 1 / 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.policy not in POLICIES:
+            raise ValueError(f"policy is {self.policy!r}; expected one of {', '.join(POLICIES)}")
+        if not 0 <= self.spare < 1:
+            raise ValueError(f"spare is {self.spare}; expected a share between 0 and 1")
+
+
+def choose_evicted(
+    rows: Sequence[tuple[int, float, int, int]], many: int, eviction: Eviction, keep: frozenset[int] = frozenset()
+) -> list[int]:
+    """Which records a full store lets go of.
+
+    Args:
+        rows: (place, surprise, uses, bytes) of every record, in their order.
+        many: how many must go.
+        eviction: the policy.
+        keep: places that stay as long as there are others.
+
+    Returns:
+        the places that go.
+    """
+    places = np.array([row[0] for row in rows], dtype=np.int64)
+    if eviction.policy == "fifo":
+        worth = np.arange(len(rows), dtype=np.float64)
+    elif eviction.policy == "longest":
+        worth = np.array([row[3] for row in rows], dtype=np.float64)
+    elif eviction.policy == "random":
+        worth = np.array([_lot(eviction.seed, int(place)) for place in places])
+    else:
+        worth = eviction.surprise * _shares([row[1] for row in rows])
+        worth += eviction.recency * _shares(range(len(rows)))
+        worth += eviction.uses * _shares([row[2] for row in rows])
+    worth[np.isin(places, list(keep))] += 10 * (1 + worth.max(initial=0))
+    order = np.lexsort((places, worth))  # among equals the oldest goes
+    return [int(place) for place in places[order[:many]]]
+
+
+def _shares(values: Sequence[float]) -> np.ndarray:
+    """The share of all values that each is above, between 0 and 1."""
+    array = np.asarray(values, dtype=np.float64)
+    return np.searchsorted(np.sort(array), array) / max(1, len(array))
+
+
+def _lot(seed: int, place: int) -> float:
+    """A number in [0, 1) that depends on nothing else: the same record always draws the same."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:6], "big") / 2**48
+
+
+def content_words(words: Sequence[str]) -> list[str]:
+    """The words of a question without those that say nothing; all of them if nothing else is left."""
+    return [word for word in words if word.casefold() not in STOP_WORDS] or list(words)
+
+
+def rarest(frequencies: Mapping[str, int], most: int = MOST_POSTINGS) -> list[str]:
+    """The words to look up: from the rarest on, while all their records together are no more than ``most``.
+
+    Words that stand nowhere are left out; the rarest of the others is always there.
+    """
+    chosen: list[str] = []
+    total = 0
+    for word, frequency in sorted(frequencies.items(), key=lambda item: (item[1], item[0])):
+        if frequency == 0:
+            continue
+        total += frequency
+        if chosen and total > most:
+            break
+        chosen.append(word)
+    return chosen
+
+
+def bm25(
+    postings: Sequence[np.ndarray], places: np.ndarray, lengths: np.ndarray, allowed: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """BM25 over the records that may be found, and nothing else: no other record changes a score.
+
+    Args:
+        postings: for every word of the question, the places of the records it stands in, as often as it stands there.
+        places: (n,) all records, sorted.
+        lengths: (n,) their numbers of words.
+        allowed: (n,) bool, which of them may be found; None: all.
+
+    Returns:
+        the places of the records that have a word of the question, and their scores, best first.
+    """
+    count = len(places) if allowed is None else int(allowed.sum())
+    if not count:
+        return places[:0], np.empty(0)
+    mean = max(1.0, float(lengths.mean() if allowed is None else lengths[allowed].mean()))
+    found_rows, found_scores = [np.empty(0, dtype=np.int64)], [np.empty(0)]
+    for posting in postings:
+        found, times = np.unique(posting, return_counts=True)
+        rows = np.minimum(np.searchsorted(places, found), len(places) - 1)
+        there = places[rows] == found
+        if allowed is not None:
+            there &= allowed[rows]
+        rows, times = rows[there], times[there]
+        weight = math.log(1 + (count - len(rows) + 0.5) / (len(rows) + 0.5))
+        found_rows.append(rows)
+        found_scores.append(weight * times * (K1 + 1) / (times + K1 * (1 - B + B * lengths[rows] / mean)))
+    rows, inverse = np.unique(np.concatenate(found_rows), return_inverse=True)
+    scores = np.bincount(inverse, weights=np.concatenate(found_scores), minlength=len(rows))
+    order = np.lexsort((rows, -scores))
+    return places[rows[order]], scores[order]
+
+
+def fuse(voices: Mapping[str, Sequence[int]], ranking: Ranking) -> list[tuple[int, float]]:
+    """Reciprocal rank fusion.
+
+    Args:
+        voices: of each voice by its name in :class:`Ranking`, the candidates, best first.
+        ranking: the weights.
+
+    Returns:
+        (candidate, score) with the best first; among equals the later one, which is the newer.
+    """
+    scores: dict[int, float] = {}
+    most = 0.0
+    for name, order in voices.items():
+        weight: float = getattr(ranking, name)
+        most += weight / (ranking.constant + 1)
+        for rank, candidate in enumerate(order, 1):
+            scores[candidate] = scores.get(candidate, 0.0) + weight / (ranking.constant + rank)
+    made = [(candidate, score / most) for candidate, score in scores.items()] if most else []
+    return sorted(made, key=lambda item: (-item[1], -item[0]))
+
+
+def order_by(candidates: Sequence[int], value: Callable[[int], float | str]) -> list[int]:
+    """Candidates with the highest value first; among equals the later one."""
+    return sorted(candidates, key=lambda candidate: (value(candidate), candidate), reverse=True)

@@ -1,0 +1,315 @@
+"""What a text memory holds and finds, and the checks of everything that comes in."""
+
+from __future__ import annotations
+
+import json
+import math
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from typing import Any
+
+MAX_TEXT = 1_000_000  # bytes of a text
+MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
+MAX_NAME = 200  # characters of a user, agent, session, role or id
+MAX_FOUND = 1_000  # records of one search
+COMPARISONS = ("ne", "gt", "gte", "lt", "lte", "in")
+
+
+class StoreError(ValueError):
+    """What is wrong with a store, or with what was asked of it, in one sentence."""
+
+
+class DamagedStore(StoreError):
+    """The store's file cannot be read as it should; what is left can be salvaged into a new one."""
+
+
+class OtherEncoder(StoreError):
+    """The store's vectors or memory states were made by another encoder or by other projections."""
+
+
+class UnknownRecord(StoreError):
+    """There is no record with that id where it was looked for."""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Whose memory it is: exactly this user, agent and session; None is a place of its own, not "any"."""
+
+    user: str = "default"
+    agent: str | None = None
+    session: str | None = None
+
+    def __post_init__(self) -> None:
+        check_name(self.user, "user")
+        for name in ("agent", "session"):
+            if getattr(self, name) is not None:
+                check_name(getattr(self, name), name)
+
+    def __str__(self) -> str:
+        parts = (f"{name} {getattr(self, name)!r}" for name in ("user", "agent", "session") if getattr(self, name))
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class Record:
+    """A text that was remembered.
+
+    Attributes:
+        created: UTC, ISO 8601 with microseconds, as ``updated``.
+        surprise: the loss of the scope's memory on this text, before it was written.
+        version: 1, and one more with every update.
+        uses: how often a search has returned it, as far as has been written down.
+    """
+
+    id: str
+    text: str
+    user: str = "default"
+    agent: str | None = None
+    session: str | None = None
+    role: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    created: str = ""
+    updated: str = ""
+    surprise: float = 0.0
+    version: int = 1
+    uses: int = 0
+
+    @property
+    def scope(self) -> Scope:
+        """The exact user, agent and session."""
+        return Scope(self.user, self.agent, self.session)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, ready for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, given: Mapping[str, Any]) -> Record:
+        """A checked record from the fields of one; only ``text`` must be there."""
+        if not isinstance(given, Mapping):
+            raise ValueError(f"a record is a {type(given).__name__}; expected an object with a text")
+        unknown = sorted(set(given) - {item.name for item in fields(cls)})
+        if unknown:
+            raise ValueError(f"a record has the unknown field {unknown[0]!r}; expected those of an export")
+        if "text" not in given:
+            raise ValueError("a record has no text")
+        now = utc_now()
+        created = check_time(given.get("created") or now, "created")
+        record = cls(
+            id=check_name(given.get("id") or new_id(), "id"),
+            text=check_text(given["text"]),
+            user=given.get("user") or "default",
+            agent=given.get("agent"),
+            session=given.get("session"),
+            role=check_role(given.get("role")),
+            metadata=check_metadata(given.get("metadata")),
+            created=created,
+            updated=check_time(given.get("updated") or created, "updated"),
+            version=check_count(given.get("version", 1), "version", 1),
+            uses=check_count(given.get("uses", 0), "uses", 0),
+        )
+        Scope(record.user, record.agent, record.session)
+        return record
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A record that was found, and why: its place (from 1) and value in each voice that named it.
+
+    Attributes:
+        score: 1 if every voice put it first, towards 0 the later they name it.
+        cosine: of the question's vector and the text's.
+        bm25: how well the words match; None if the words did not name it.
+        neural: cosine with what the scope's memory answers; None if the neural voice was not asked.
+        surprise: of the record when it was written.
+        age: seconds since it was created.
+    """
+
+    record: Record
+    score: float
+    cosine: float
+    cosine_rank: int | None = None
+    bm25: float | None = None
+    bm25_rank: int | None = None
+    neural: float | None = None
+    neural_rank: int | None = None
+    surprise: float = 0.0
+    age: float = 0.0
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found, best first.
+
+    Attributes:
+        below: how many candidates were passed over because their cosine was below the threshold.
+        threshold: what was asked for.
+        note: a sentence if nothing could be found, such as that the scope is unknown.
+    """
+
+    hits: list[Hit]
+    below: int = 0
+    threshold: float | None = None
+    note: str | None = None
+
+    def __iter__(self) -> Iterator[Hit]:
+        return iter(self.hits)
+
+    def __len__(self) -> int:
+        return len(self.hits)
+
+    def __bool__(self) -> bool:
+        return bool(self.hits)
+
+
+@dataclass(frozen=True)
+class Event:
+    """A line of a record's history; the text is None once it has been erased."""
+
+    kind: str  # "add", "update", "delete" or "evict"
+    id: str
+    at: str
+    version: int
+    text: str | None
+    metadata: dict[str, Any] | None
+
+
+def new_id() -> str:
+    """32 hexadecimal digits that nobody can guess."""
+    return uuid.uuid4().hex
+
+
+def utc_now() -> str:
+    """The time as it is written in records."""
+    return datetime.now(timezone.utc).isoformat(timespec="microseconds")
+
+
+def check_text(text: object, name: str = "text") -> str:
+    """The text, if it can be kept: not empty, not enormous, valid Unicode, no control characters.
+
+    Tabs, line breaks and form feeds may stand in a text. Other control characters are refused and not taken out: what
+    is stored is what was said, and what is shown on a terminal cannot steer it.
+    """
+    if not isinstance(text, str):
+        raise ValueError(f"{name} is of type {type(text).__name__}; expected a text")
+    if not text.strip():
+        raise ValueError(f"{name} is empty; expected a text")
+    try:
+        size = len(text.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid UTF-8 at character {error.start}; expected Unicode text") from None
+    if size > MAX_TEXT:
+        raise ValueError(f"{name} has {size:,} bytes; expected at most {MAX_TEXT:,}, so cut it into parts")
+    _refuse_controls(text, name, "\t\n\r\v\f\x85")
+    return text
+
+
+def check_name(value: object, name: str) -> str:
+    """The name of a user, agent, session, role or record, if it can be one."""
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is of type {type(value).__name__}; expected a name")
+    if not value.strip() or len(value) > MAX_NAME:
+        raise ValueError(f"{name} has {len(value)} characters; expected a name of 1 to {MAX_NAME}")
+    if any("\ud800" <= char <= "\udfff" for char in value):
+        raise ValueError(f"{name} is not valid UTF-8; expected Unicode text")
+    _refuse_controls(value, name, "")
+    return value
+
+
+def check_role(role: object) -> str | None:
+    """Who said it, such as ``"user"``; None if nobody says."""
+    return None if role is None else check_name(role, "role")
+
+
+def check_metadata(metadata: object) -> dict[str, Any]:
+    """The metadata as it will come back from JSON; None is none."""
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):
+        raise ValueError(f"metadata is {_shown(metadata)}; expected an object whose keys are texts")
+    try:
+        text = json.dumps(dict(metadata), allow_nan=False, ensure_ascii=False)
+        size = len(text.encode("utf-8"))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"metadata cannot be written as JSON: {error}") from None
+    if size > MAX_METADATA:
+        raise ValueError(f"metadata has {size:,} bytes as JSON; expected at most {MAX_METADATA:,}")
+    made: dict[str, Any] = json.loads(text)
+    return made
+
+
+def check_filters(filters: object) -> dict[str, dict[str, Any]]:
+    """Filters as ``{key: {comparison: value}}``.
+
+    ``{"topic": "food"}`` asks for equality, ``{"topic": ["food", "drink"]}`` for one of several, and
+    ``{"year": {"gte": 2020, "lt": 2024}}`` compares; ``ne``, ``gt``, ``gte``, ``lt``, ``lte`` and ``in`` are known.
+    A record that has no such key is never found.
+    """
+    if filters is None:
+        return {}
+    if not isinstance(filters, Mapping) or not all(isinstance(key, str) for key in filters):
+        raise ValueError(f"filters is {_shown(filters)}; expected an object whose keys are texts")
+    made: dict[str, dict[str, Any]] = {}
+    for key, wanted in filters.items():
+        check_name(key, "a filter's key")
+        if isinstance(wanted, Mapping):
+            tests = dict(wanted)
+            if not tests or not set(tests) <= set(COMPARISONS):
+                raise ValueError(f"filters[{key!r}] is {_shown(wanted)}; expected {', '.join(COMPARISONS)} and values")
+        else:
+            tests = {"in": list(wanted)} if isinstance(wanted, (list, tuple, set)) else {"eq": wanted}
+        for name, value in tests.items():
+            values = value if name == "in" else [value]
+            if not isinstance(values, Sequence) or isinstance(values, str) or not all(map(_is_scalar, values)):
+                raise ValueError(f"filters[{key!r}] compares with {_shown(value)}; expected texts, numbers or booleans")
+        made[key] = tests
+    return made
+
+
+def check_time(value: object, name: str) -> str:
+    """A time as it is written in records, from a datetime or ISO 8601; without a zone it is UTC."""
+    try:
+        moment = value if isinstance(value, datetime) else datetime.fromisoformat(str(value).replace("Z", "+00:00"))
+    except ValueError:
+        raise ValueError(f"{name} is {_shown(value)}; expected a time such as 2026-01-31T12:00:00+00:00") from None
+    moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
+    return moment.isoformat(timespec="microseconds")
+
+
+def check_count(value: object, name: str, least: int, most: int | None = None) -> int:
+    """A whole number between ``least`` and ``most``."""
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
+        bounds = f"at least {least}" if most is None else f"{least} to {most:,}"
+        raise ValueError(f"{name} is {_shown(value)}; expected a whole number, {bounds}")
+    return int(value)  # type: ignore[call-overload]
+
+
+def check_threshold(value: object) -> float | None:
+    """A cosine, or None for no threshold."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not -1 <= value <= 1:
+        raise ValueError(f"threshold is {_shown(value)}; expected a cosine between -1 and 1")
+    return float(value)
+
+
+def _refuse_controls(text: str, name: str, allowed: str) -> None:
+    for index, char in enumerate(text):
+        if (char < " " or "\x7f" <= char <= "\x9f") and char not in allowed:
+            raise ValueError(
+                f"{name} has the control character U+{ord(char):04X} at character {index}; expected text without any"
+            )
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, str):
+        return not any("\ud800" <= char <= "\udfff" for char in value)
+    return isinstance(value, bool) or (isinstance(value, (int, float)) and math.isfinite(value))
+
+
+def _shown(value: object) -> str:
+    shown = ascii(value)
+    return shown if len(shown) <= 60 else shown[:57] + "..."
