@@ -30,6 +30,7 @@ from titans.text.index import Selection, nearest_exact
 from titans.text.memory import Memory
 
 LONGEST = 300  # characters; longer sentences are cut at a comma or semicolon
+SHORT = 60  # characters of a short text, such as a line of a conversation
 USER = "reader"
 
 
@@ -185,9 +186,13 @@ def main() -> None:
     known.known = dict(zip(texts, matrix, strict=True))
     results: dict[str, Any] = {"records": len(texts), "threads": torch.get_num_threads()}
     results["encoded_per_second"] = encoded
-    some = random.Random(1).sample(texts, min(options.batch, len(texts)))
-    results["batch_texts"] = len(some)
-    for name, encoder in (("with_encoding", real), ("without_encoding", known)):
+    short = [text for text in texts if len(text) <= SHORT]
+    for name, encoder, source in (
+        ("with_encoding", real, texts),
+        ("short_with_encoding", real, short),
+        ("without_encoding", known, texts),
+    ):
+        some = random.Random(1).sample(source, min(options.batch, len(source)))
         rates = batches(encoder, some, options.out)
         results |= {f"writes_{what}_{name}": rate for what, rate in rates.items()}
     folder = options.out / "store"

@@ -206,6 +206,7 @@ def test_ctrl_c_stops_an_answer_but_not_the_talk_and_ctrl_d_ends_it() -> None:
         terminal.expect("w2 ")
         terminal.process.send_signal(signal.SIGINT)
         terminal.expect("\n> ")
+        time.sleep(0.5)  # until it reads
         terminal.process.send_signal(signal.SIGINT)  # at the prompt: only the line is dropped
         terminal.expect("> ")
         terminal.send("/memories\n")

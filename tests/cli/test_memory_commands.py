@@ -53,9 +53,13 @@ def test_what_is_remembered_is_recalled(capsys: pytest.CaptureFixture[str]) -> N
     assert captured.err == "1 found, 1 below the threshold.\n"
     assert run("recall", "bicycle", "--limit", "1") == 0
     assert "The bicycle is [bold]red[/bold]." in capsys.readouterr().out
-    assert run("recall", "Anna", "--filter", "topic=family", "--json") == 0
+    assert run("remember", "Anna is ill.", "--metadata", "topic=family", "--metadata", "day=2026-01-31") == 0
+    capsys.readouterr()
+    assert run("recall", "Anna", "--filter", "day=2026-01-31", "--json") == 0
+    assert [hit["record"]["text"] for hit in read_json(capsys)["hits"]] == ["Anna is ill."]
+    assert run("recall", "Where does Anna live?", "--filter", "topic=family", "--json") == 0
     found = read_json(capsys)
-    assert [hit["record"]["metadata"] for hit in found["hits"]] == [{"topic": "family"}]
+    assert len(found["hits"]) == 2 and found["hits"][0]["record"]["metadata"] == {"topic": "family"}
 
 
 def test_scopes_are_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:

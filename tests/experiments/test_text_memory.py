@@ -75,7 +75,7 @@ def make_talk(name: str, seed: int, turns: int = 40, mixing: torch.Tensor | None
     """Random turns, and for each of them a question: a noisy copy, of which ``mixing`` takes a part away."""
     generator = torch.Generator().manual_seed(seed)
     told = F.normalize(torch.randn(turns, 16, generator=generator), dim=-1)
-    asked = told + 0.1 * torch.randn(turns, 16, generator=generator)
+    asked = told + 0.3 * torch.randn(turns, 16, generator=generator)
     asked = F.normalize(asked if mixing is None else asked @ mixing, dim=-1)
     near = name_nearest(asked, told)
     kinds = [1 + place % 5 for place in range(turns)]
@@ -106,10 +106,11 @@ def test_voices_are_joined_as_a_search_in_the_store_joins_them(encoder: TextEnco
 
 
 def test_a_voice_without_weight_is_not_heard() -> None:
-    talk = make_talk("a", 0)
-    first = [[39, *range(39)]] * 40
-    assert join(talk, HYBRID, third=first) == join(talk, HYBRID)
-    assert all(order[0] == 39 for order in join(talk, replace(HYBRID, neural=9.0), third=first))
+    few = [[0, 1, 2]] * 40
+    talk = replace(make_talk("a", 0), words=few, meaning=few)
+    first = [[39, 38]] * 40
+    assert join(talk, HYBRID, third=first) == few
+    assert all(order[0] == 39 for order in join(talk, replace(HYBRID, neural=99.0), third=first))
 
 
 @pytest.mark.parametrize("remembers", [False, True])
@@ -227,8 +228,13 @@ def test_what_is_finished_is_not_measured_again_and_gives_the_same(
     (out / "cells" / "0-1.json").unlink()
     assert run_text_memory(experiment, out, encoder=encoder)["arms"] == before["arms"]
     assert len(trained) == 2  # with and without memory, of one cell
-    run_text_memory(replace(experiment, theta=0.1), out, encoder=encoder)
-    assert len(trained) == 2 + 6  # other settings: nothing is taken over
+    with pytest.raises(RuntimeError, match="begun"):  # other settings: nothing is taken over
+        monkeypatch.setattr(text_memory, "fix", stop)
+        run_text_memory(replace(experiment, theta=0.1), out, encoder=encoder)
+
+
+def stop(*given: Any) -> None:
+    raise RuntimeError("begun")
 
 
 def test_the_command_says_what_is_wrong_with_its_data(tmp_path: Path) -> None:

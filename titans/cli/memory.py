@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titans.cli.common import bar, check_output
+from titans.cli.common import bar, check_output, pairs
 
 if TYPE_CHECKING:
     from titans.text.memory import Memory
@@ -30,6 +30,12 @@ Url = Annotated[
     str | None, typer.Option(help="Qdrant as the vector index: URL of a server, or a folder for its local mode.")
 ]
 DEFAULT_STORE = Path("titans-memory")
+
+
+def json_pairs(items: list[str], option: str) -> dict[str, Any]:
+    """NAME=VALUE as JSON knows values: what YAML takes for a date stays a text."""
+    made: dict[str, Any] = json.loads(json.dumps(pairs(items, option), default=str))
+    return made
 
 
 @contextmanager

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from titans.cli.common import pairs
-from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, open_memory
+from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, json_pairs, open_memory
 
 if TYPE_CHECKING:
     from titans.text.records import Hit
@@ -35,7 +34,7 @@ def recall(
     """Find the texts of a memory that fit a question best."""
     with open_memory(store, encoder=encoder, neural=neural, url=url) as memory:
         found = memory.search(
-            query, user=user, agent=agent, session=session, filters=pairs(filter_, "--filter"), limit=limit,
+            query, user=user, agent=agent, session=session, filters=json_pairs(filter_, "--filter"), limit=limit,
             threshold=threshold,
         )  # fmt: skip
     if found.note is not None:

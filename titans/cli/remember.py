@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.common import bar, pairs
-from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, open_memory
+from titans.cli.common import bar
+from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, json_pairs, open_memory
 
 SPLITS = ("whole", "lines", "paragraphs")
 
@@ -49,7 +49,7 @@ def remember(
         for start in range(0, len(texts), 1000):
             records += memory.add_many(
                 texts[start : start + 1000], user=user, agent=agent, session=session, role=role,
-                metadata=pairs(metadata, "--metadata"),
+                metadata=json_pairs(metadata, "--metadata"),
             )  # fmt: skip
             move(len(records), len(texts), "remembering")
     if as_json:

@@ -319,7 +319,7 @@ def _cell(
             filters[metric] = by
     if not metrics:
         raise ValueError(f"lm-eval reports no number of {name}; expected another task")
-    metric = TASKS.get(name) or next(iter(metrics))
+    metric = TASKS[name] if TASKS.get(name) in metrics else next(iter(metrics))
     judged = [sample for sample in samples if sample["filter"] == filters[metric]]
     values = [sample[metric] for sample in sorted(judged, key=lambda sample: sample["doc_id"])]
     mean = metrics[metric]

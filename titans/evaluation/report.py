@@ -28,7 +28,7 @@ TITLE = "Titans: evaluation"
 UNITS = {"accuracy": "%", "loss": "nats"}  # of metrics, where a result does not say
 AXIS_UNITS = {"length": "tokens", "distance": "tokens", "position": "tokens", "depth": "share of the sequence"}
 FIGURES = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}  # of a whole text, as entries name them
-UNALIKE = ("transformers_version", "_name_or_path")  # fields of a config that say nothing about the model
+IRRELEVANT = ("transformers_version", "_name_or_path")  # fields of a config that say nothing about the model
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half a 95% interval, of 2 to 10 runs
 LONG = 30  # letters of a cell that takes a line of its own on a narrow screen
 LARGEST = 1e100
@@ -390,7 +390,7 @@ def _collect(results: Sequence[Result]) -> list[_Task]:
 def _kind(model: Mapping[str, Any]) -> str:
     """What runs of one line have in common: the model's name, size and config, and what it was trained on."""
     fields = model.get("fields")
-    known = {key: value for key, value in fields.items() if key not in UNALIKE} if isinstance(fields, dict) else None
+    known = {key: value for key, value in fields.items() if key not in IRRELEVANT} if isinstance(fields, dict) else None
     trained = [model.get("trained_at"), model.get("trained_on")]
     return json.dumps([_line(model["name"]), model.get("parameters"), known, trained], sort_keys=True)
 

@@ -267,14 +267,9 @@ class Memory:
             selection = self._select(scope, tests)
             if selection is None:
                 return Found([], 0, threshold, f"nothing is remembered of {scope}")
-            voices = Voices(
-                self.store,
-                self._index(),
-                self._index() if self.url is None else self._mirror(),
-                selection,
-                query,
-                vector,
-            )
+            local = self._index()
+            index = local if self.url is None else self._mirror()
+            voices = Voices(self.store, local, index, selection, query, vector)
             if self.ranking.neural:
                 voices.add_memory(self._answer(vector, scope), self._project)
             found, places = voices.find(self.ranking, limit, threshold)

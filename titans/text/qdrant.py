@@ -40,7 +40,7 @@ class QdrantIndex:
         try:
             from qdrant_client import QdrantClient
         except ImportError:
-            raise StoreError("a Qdrant index needs qdrant-client: pip install titan-memory[text]") from None
+            raise StoreError("a Qdrant index needs qdrant-client: pip install titan-memory[qdrant]") from None
         self.url, self.width = url, width
         self.collection = f"titans-{store[:16]}-{encoder}"
         self._folder = None if url == ":memory:" or "://" in url else Path(url)

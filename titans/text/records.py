@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +15,8 @@ MAX_TEXT = 1_000_000  # bytes of a text
 MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
 MAX_NAME = 200  # characters of a user, agent, session, role or id
 MAX_FOUND = 1_000  # records of one search
+ANY_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+CONTROLS = re.compile(r"(?![\t\n\r\v\f\x85])[\x00-\x1f\x7f-\x9f]")  # those that may not stand in a text
 COMPARISONS = ("ne", "gt", "gte", "lt", "lte", "in")
 
 
@@ -95,18 +98,17 @@ class Record:
             raise ValueError(f"a record has the unknown field {unknown[0]!r}; expected those of an export")
         if "text" not in given:
             raise ValueError("a record has no text")
-        now = utc_now()
-        created = check_time(given.get("created") or now, "created")
+        created = check_time(_default(given.get("created"), utc_now()), "created")
         record = cls(
-            id=check_name(given.get("id") or new_id(), "id"),
+            id=check_name(_default(given.get("id"), new_id()), "id"),
             text=check_text(given["text"]),
-            user=given.get("user") or "default",
+            user=_default(given.get("user"), "default"),
             agent=given.get("agent"),
             session=given.get("session"),
             role=check_role(given.get("role")),
             metadata=check_metadata(given.get("metadata")),
             created=created,
-            updated=check_time(given.get("updated") or created, "updated"),
+            updated=check_time(_default(given.get("updated"), created), "updated"),
             version=check_count(given.get("version", 1), "version", 1),
             uses=check_count(given.get("uses", 0), "uses", 0),
         )
@@ -202,7 +204,7 @@ def check_text(text: object, name: str = "text") -> str:
         raise ValueError(f"{name} is not valid UTF-8 at character {error.start}; expected Unicode text") from None
     if size > MAX_TEXT:
         raise ValueError(f"{name} has {size:,} bytes; expected at most {MAX_TEXT:,}, so cut it into parts")
-    _refuse_controls(text, name, "\t\n\r\v\f\x85")
+    _refuse(CONTROLS, text, name)
     return text
 
 
@@ -214,7 +216,7 @@ def check_name(value: object, name: str) -> str:
         raise ValueError(f"{name} has {len(value)} characters; expected a name of 1 to {MAX_NAME}")
     if any("\ud800" <= char <= "\udfff" for char in value):
         raise ValueError(f"{name} is not valid UTF-8; expected Unicode text")
-    _refuse_controls(value, name, "")
+    _refuse(ANY_CONTROLS, value, name)
     return value
 
 
@@ -296,12 +298,17 @@ def check_threshold(value: object) -> float | None:
     return float(value)
 
 
-def _refuse_controls(text: str, name: str, allowed: str) -> None:
-    for index, char in enumerate(text):
-        if (char < " " or "\x7f" <= char <= "\x9f") and char not in allowed:
-            raise ValueError(
-                f"{name} has the control character U+{ord(char):04X} at character {index}; expected text without any"
-            )
+def _refuse(controls: re.Pattern[str], text: str, name: str) -> None:
+    found = controls.search(text)
+    if found:
+        raise ValueError(
+            f"{name} has the control character U+{ord(found[0]):04X} at character {found.start()}; "
+            "expected text without any"
+        )
+
+
+def _default(value: Any, default: Any) -> Any:
+    return default if value is None else value
 
 
 def _is_scalar(value: object) -> bool:
