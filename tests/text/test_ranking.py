@@ -48,7 +48,7 @@ def test_bm25_is_the_textbook_formula_over_the_allowed_texts(texts: list[list[st
 
 
 def test_first_in_every_voice_scores_one_and_more_voices_count_more() -> None:
-    made = fuse({"bm25": [1, 2, 3], "cosine": [1, 3]}, Ranking())
+    made = fuse({"bm25": [1, 2, 3], "cosine": [1, 3]}, Ranking(cosine=1, constant=60))
     assert made[0] == (1, pytest.approx(1.0))
     assert [candidate for candidate, _ in made] == [1, 3, 2]
     assert dict(made)[2] == pytest.approx(61 / 62 / 2)
@@ -60,7 +60,7 @@ def test_a_weight_of_zero_silences_a_voice() -> None:
 
 
 def test_among_equals_the_newer_comes_first() -> None:
-    assert [place for place, _ in fuse({"bm25": [1], "cosine": [5]}, Ranking())] == [5, 1]
+    assert [place for place, _ in fuse({"bm25": [1], "cosine": [5]}, Ranking(cosine=1))] == [5, 1]
     assert order_by([1, 2, 3], {1: 0.5, 2: 0.7, 3: 0.5}.__getitem__) == [2, 3, 1]
 
 
