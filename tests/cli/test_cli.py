@@ -5,20 +5,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import run
 from titans import __version__
 from titans.cli import main
 from titans.evaluation import memory_benchmark
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--dim", "16", "--heads", "2", "--chunk-size", "8", "--repeats", "1"]
-
-
-def run(*arguments: str) -> int:
-    """The exit code of the command, run in this process."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def start(*arguments: str) -> subprocess.CompletedProcess[str]:

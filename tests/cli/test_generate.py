@@ -8,15 +8,16 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.cli import commands
 from tests.models.cases import VARIANTS, model
 from titans import TitansCache
-from titans.cli import main
 from titans.models import build
 from titans.models.tokenizer import byte_tokenizer
 
@@ -72,12 +73,7 @@ def folder(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return tmp_path
 
 
-def run(*arguments: str) -> int:
-    """The exit code of the command, run in this process."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["generate", *arguments])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
+run = partial(commands.run, "generate")
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:

@@ -3,13 +3,14 @@ from __future__ import annotations
 import io
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.cli import commands
 from tests.models.cases import config, model
-from titans.cli import main
 
 
 @pytest.fixture
@@ -26,12 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> int:
-    """The exit code of the command, run in this process."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["inspect", *arguments])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
+run = partial(commands.run, "inspect")
 
 
 def test_a_saved_model_reads_a_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from titans.cli import main
+from tests.cli.commands import run
 from titans.text.encoder import TextEncoder
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 
@@ -26,14 +26,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: TextEncoder)
     load = TextEncoder.load
     monkeypatch.setattr(TextEncoder, "load", lambda name=None: loaded if name is None else load(name))
     return tmp_path
-
-
-def run(*arguments: str) -> int:
-    """The exit code of the command, run in this process."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def read_json(capsys: pytest.CaptureFixture[str]) -> Any:

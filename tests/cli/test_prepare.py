@@ -15,9 +15,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.commands import run
+
 pytest.importorskip("datasets")
 
-from titans.cli import main
 from titans.cli.prepare import unescape
 
 ROOT = Path(__file__).parents[2]
@@ -36,14 +37,6 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("empty.txt").write_text("")
     Path("junk.txt").write_bytes(b"ab\xff")
     return tmp_path
-
-
-def run(*arguments: str) -> int:
-    """The exit code of the command, run in this process."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
 
 
 def files(folder: str | Path) -> dict[str, bytes]:

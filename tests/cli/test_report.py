@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from titans.cli import main
+from tests.cli import commands
 
 
 def result(model: str, seed: int, **fields: Any) -> str:
@@ -39,12 +40,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run(*arguments: str) -> int:
-    """The exit code of the command, run in this process."""
-    with pytest.raises(SystemExit) as exit_info:
-        main(["report", *arguments])
-    assert isinstance(exit_info.value.code, int)
-    return exit_info.value.code
+run = partial(commands.run, "report")
 
 
 def test_runs_are_compared_in_tables_and_on_a_page(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from titans.cli.common import bar, check_output, names, numbers
+from titans.cli.common import bar, check_output, names, numbers, require
 
 app = typer.Typer(help="Measure speed and memory.")
 
@@ -205,8 +205,7 @@ def flops(
 ) -> None:
     """Operations of training a model with chunked memory, counted by a formula, and what that takes of GPUs."""
     json_path = _output(json_path, None, "")
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("flops needs transformers: pip install 'titan-memory[models]'.")
+    require("flops", "transformers", "models")
 
     from rich.console import Console
 

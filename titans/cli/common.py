@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -9,6 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import typer
+
+
+def require(verb: str, package: str, extra: str) -> None:
+    """Says which extra installs a package that a verb needs, if it is not there."""
+    if importlib.util.find_spec(package) is None:
+        raise typer.BadParameter(f"{verb} needs {package}: pip install 'titan-memory[{extra}]'.")
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

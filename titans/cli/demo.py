@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from titans.cli.common import require
 
 
 def demo(
@@ -21,8 +22,7 @@ def demo(
     What is in the folder already is kept: an interrupted demonstration goes on, and a complete one is shown again.
     """
     for package in ("transformers", "accelerate", "datasets", "yaml", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise typer.BadParameter(f"the demonstration needs {package}: pip install 'titan-memory[demo]'.")
+        require("the demonstration", package, "demo")
 
     from titans.evaluation.demo import run_demo
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import secrets
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from titans.cli.common import require
 
 if TYPE_CHECKING:
     from titans.models.generation import Session
@@ -49,8 +50,7 @@ def generate(
         raise typer.BadParameter("--stop takes a text of at least one character.")
     if save_memory and memory is None:
         raise typer.BadParameter("--save-memory needs --memory with the file to save to.")
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("generate needs transformers: pip install 'titan-memory[models]'.")
+    require("generate", "transformers", "models")
     if context is not None:
         _check_context(context)
 

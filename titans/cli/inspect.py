@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import sys
@@ -11,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.common import bar, check_output
+from titans.cli.common import bar, check_output, require
 
 
 def inspect(
@@ -31,8 +30,7 @@ def inspect(
     check_output(out)
     if json_path is not None:
         check_output(json_path)
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("inspect needs transformers: pip install 'titan-memory[models]'.")
+    require("inspect", "transformers", "models")
 
     from titans.evaluation.inspect import inspect_tokens, load_subject
     from titans.evaluation.inspect_page import render_page, to_json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import warnings
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titans.cli.common import bar, check_output, pairs
+from titans.cli.common import bar, check_output, pairs, require
 
 if TYPE_CHECKING:
     from titans.text.memory import Memory
@@ -44,8 +43,7 @@ def open_memory(store: Path, new: bool = False, **options: Any) -> Iterator[Memo
 
     With ``new`` a store that is not there is made.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("the text memory needs transformers: pip install 'titan-memory[text]'.")
+    require("the text memory", "transformers", "text")
 
     from titans.text.memory import Memory
     from titans.text.sqlite import locate
@@ -152,8 +150,7 @@ def recover(
     neural: Neural = None,
 ) -> None:
     """Salvage what can be read of a damaged store into a new one."""
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("the text memory needs transformers: pip install 'titan-memory[text]'.")
+    require("the text memory", "transformers", "text")
 
     from titans.text.recovery import recover as run
 

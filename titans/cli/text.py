@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from titans.cli.common import bar
+from titans.cli.common import bar, require
 
 app = typer.Typer(help="The text memory: train its projections, its gates and its start.")
 GENERATED = 200  # episodes an epoch, where there is no data
@@ -61,8 +60,7 @@ def train(
     Memories that were written with other projections are of no use to the new ones: a store that is opened with the
     trained folder rebuilds them from its log.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("text train needs transformers: pip install titan-memory[text].")
+    require("text train", "transformers", "text")
 
     from titans.text.encoder import TextEncoder
     from titans.text.neural import NeuralConfig, check_folder

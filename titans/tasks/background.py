@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from titans.models.text import opening, read_text
 
 LEAD = "."  # what stands before a piece while it is encoded: what ends most sentences
 KEPT = 1 << 13  # pieces whose tokens are kept
+TRIES = 1000  # draws for a split
 WHOLE = (0.0, 1.0)
 PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 _END = re.compile(
@@ -195,6 +196,15 @@ def text_files(path: str) -> list[Path]:
 def split_sentences(text: str) -> list[str]:
     """The sentences of a text, with single spaces for all white space."""
     return [sentence for sentence in _END.sub(r"\1\n", " ".join(text.split())).split("\n") if sentence]
+
+
+def draw_of_split(draw: Callable[[], str], split: str, barred: str = "") -> str | None:
+    """What ``draw`` gives first that belongs to a split and is no part of ``barred``; None if nothing seems to."""
+    for _ in range(TRIES):
+        drawn = draw()
+        if split_of(drawn) == split and drawn not in barred:
+            return drawn
+    return None
 
 
 def split_of(text: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from titans.tasks.background import PARTS, WHOLE, Sentences, Writer, split_of, text_files, writer_for
+from titans.tasks.background import PARTS, WHOLE, Sentences, Writer, draw_of_split, text_files, writer_for
 from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
@@ -24,7 +24,6 @@ QUESTION = (
     "The special magic {kind} for {key} mentioned in the provided text is"
 )
 FEWEST_DIGITS = 2  # so that every split has some
-TRIES = 1000  # draws of a value for a split that is not in the haystack
 
 # fmt: off
 ADJECTIVES = (
@@ -116,11 +115,10 @@ class Needle(Task):
         return Example(context + question + answer, (asked,), boundary=len(context))
 
     def _value(self, rng: random.Random, split: str, codes: str) -> str:
-        for _ in range(TRIES):
-            value = self.any_value(rng)
-            if split_of(value) == split and value not in codes:
-                return value
-        raise ValueError(f"the haystack has every {self.kind} of {split}; expected one that is only in the needle")
+        value = draw_of_split(lambda: self.any_value(rng), split, codes)
+        if value is None:
+            raise ValueError(f"the haystack has every {self.kind} of {split}; expected one that is only in the needle")
+        return value
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from titans.tasks.background import split_of, writer_for
+from titans.tasks.background import draw_of_split, writer_for
 from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
 from titans.tasks.needle import ADJECTIVES, NOUNS, check_digits, draw_name, draw_number, share_of_numbers
 
-TRIES = 1000
 NAMES = len(ADJECTIVES) * len(NOUNS)
 
 
@@ -88,8 +87,7 @@ class Phonebook(Task):
         return Example(tokens, answers, boundary)
 
     def _number(self, rng: random.Random, split: str) -> str:
-        for _ in range(TRIES):
-            number = draw_number(rng, self.digits)
-            if split_of(number) == split:
-                return number
-        raise ValueError(f"digits is {self.digits}; expected enough for a number of {split}")
+        number = draw_of_split(lambda: draw_number(rng, self.digits), split)
+        if number is None:
+            raise ValueError(f"digits is {self.digits}; expected enough for a number of {split}")
+        return number
