@@ -335,6 +335,22 @@ def test_a_saved_and_loaded_state_goes_on_identically(mode: str, tmp_path: Path)
     assert_identical(found(layer(x[:, 11:], MemoryState.load(tmp_path / "state"))), found(layer(x[:, 11:], state)))
 
 
+@pytest.mark.parametrize("gates", ["token", "constant"])
+def test_a_price_on_writing_is_a_part_of_what_is_minimised(gates: str) -> None:
+    layer, x = memory(gates=gates), tokens()
+
+    def gradients(priced: bool) -> list[Tensor]:
+        layer.write_price = torch.tensor(0.3, dtype=torch.float64) if priced else None
+        loss = layer(x)[0].square().sum()
+        if not priced:
+            raw = layer.to_gates(x)[..., : layer.heads] if layer.to_gates else layer.gate_bias[0].expand(2, TIME, -1)
+            loss = loss + 0.3 * torch.sigmoid(raw).sum()
+        return list(torch.autograd.grad(loss, list(layer.parameters())))
+
+    for mine, wanted in zip(gradients(True), gradients(False), strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-12)
+
+
 def test_a_detached_state_ends_the_gradient() -> None:
     layer, x = memory(), tokens().requires_grad_()
     _, state = layer(x[:, :11])

@@ -64,6 +64,17 @@ def test_the_prompt_holds_what_was_recalled_and_the_answer_is_stored(endpoint: E
     assert talk.last.message.surprise > 0 and talk.last.answer.metadata == {}
 
 
+def test_only_what_is_shown_counts_as_used(endpoint: Endpoint, memory: Memory) -> None:
+    for text in (FACT, "The kettle is blue.", "We met on a Tuesday."):
+        memory.add(text, role="user")
+    talk = Conversation(memory, OpenAILLM("words", endpoint.url, KEY), budget=48)
+    list(talk.turn(QUESTION))
+    assert talk.last is not None and talk.last.prompt is not None
+    shown = {hit.record.text for hit in talk.last.prompt.used}
+    assert 0 < len(shown) < len(talk.last.found.hits)
+    assert {record.text for record in memory.records() if record.uses} == shown
+
+
 def test_earlier_messages_of_the_talk_are_sent_along(endpoint: Endpoint, memory: Memory) -> None:
     talk = talk_to(endpoint, memory)
     for message in ("Hello.", "I like tea."):

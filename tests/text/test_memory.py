@@ -446,6 +446,18 @@ def test_what_is_used_is_kept(open_plain: Opener) -> None:
     assert memory.records()[-1].uses == 3
 
 
+def test_a_search_may_leave_it_to_the_caller_what_was_used(open_plain: Opener) -> None:
+    memory = open_plain()
+    first, second = memory.add_many(FACTS[:2], user="anna")
+    memory.search(FACTS[0], user="anna", count_uses=False)
+    memory.use([second.id, "gone"], user="anna")
+    memory.use([first.id], user="ben")
+    memory.add(FACTS[2], user="anna")
+    assert [record.uses for record in reversed(memory.records(user="anna"))] == [0, 1, 0]
+    with pytest.raises(ValueError, match=r"^ids is one id; expected a list of them$"):
+        memory.use(first.id)
+
+
 def test_recency_and_surprise_can_speak(open_plain: Opener) -> None:
     texts = ["Anna lives in Lisbon.", "Anna lives in Porto.", "Anna lives in Faro."]
     dates = ["2026-03-01", "2026-01-01", "2026-02-01"]

@@ -159,7 +159,7 @@ def test_accumulation_and_workers_change_nothing(carry: int, tiny: Make) -> None
         "checkpointing": {"gradient_checkpointing": True},
     }
     for name, fields in runs.items():
-        train(tiny("mag", name, carry=carry, steps=5, **fields), say=lambda words: None)
+        train(tiny("mag", name, carry=carry, steps=5, write_cost=1.0, **fields), say=lambda words: None)
     whole = losses(tiny(output="whole").output)
     for name in ("split", "workers", "checkpointing"):
         close(losses(tiny(output=name).output), whole, 1e-5)
@@ -217,6 +217,16 @@ def test_looking_at_the_memory_changes_no_loss(tiny: Make) -> None:
     for every in (0, 1):
         train(tiny("lmm", f"run{every}", steps=4, memory_stats_every=every, carry=1), say=lambda words: None)
     close(losses(tiny(output="run1").output), losses(tiny(output="run0").output), 0)
+
+
+def test_a_memory_that_pays_for_writing_writes_less(tiny: Make) -> None:
+    theta = []
+    for cost in (0.0, 30.0):
+        config = tiny("lmm", f"cost{cost}", steps=8, memory_stats_every=8, learning_rate=1e-2, write_cost=cost)
+        train(config, say=lambda words: None)
+        lines = [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
+        theta.append([line["memory/layer0/theta"] for line in lines if "memory/layer0/theta" in line][-1])
+    assert theta[1] < theta[0] - 0.01
 
 
 def test_tensorboard_has_the_figures(tiny: Make) -> None:

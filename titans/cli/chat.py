@@ -192,7 +192,9 @@ def _why(talk: Conversation) -> None:
 def _memories(talk: Conversation, words: str) -> Table:
     scope = talk.scope
     if words:
-        found = talk.memory.search(words, user=scope.user, agent=scope.agent, session=scope.session, limit=LISTED)
+        found = talk.memory.search(
+            words, user=scope.user, agent=scope.agent, session=scope.session, limit=LISTED, count_uses=False
+        )
         records = [hit.record for hit in found]
     else:
         records = talk.memory.records(user=scope.user, agent=scope.agent, session=scope.session, limit=LISTED)

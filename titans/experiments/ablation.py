@@ -51,7 +51,7 @@ def run_ablation(
         quick: a few steps of one seed only.
     """
     rows = language_rows()
-    language = replace(language, models=tuple(rows), rows=rows, out=str(out / "language"))
+    language = replace(language, models=tuple(rows), rows=rows, out=str(out / "language")).judged_at_the_end()
     experiment: TaskExperiment = replace(recall({}), seeds=language.seeds)
     if quick:
         language, experiment = language.quick(), experiment.quick()

@@ -97,7 +97,7 @@ def tracking(task: str) -> Make:
             "sliding-window": RECALL | {"name": "sliding-window", "window_size": 64},
         }
         train = {**SCHEDULE, "data": f"task:{task}", "task": dict(settings), "length": 32, "shortest": 8,
-                 "batch_tokens": 1024, "steps": 600, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
+                 "batch_tokens": 512, "steps": 600, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
         return TaskExperiment(
             f"tracking-{task}",
             f"State tracking: {task}",

@@ -40,7 +40,8 @@ def run_depth(
         raise ValueError(f"depths is {list(depths)}; expected one or more numbers of at least 1")
     rows: dict[str, dict[str, Any]] = {f"depth {depth}": {"name": "lmm", "memory_depth": depth} for depth in depths}
     settings = {"data": language.data, "context": "sliding", "length": read, "limit": limit}
-    language = replace(language, models=tuple(rows), rows=rows, out=str(out), tests=(Exam(("perplexity",), settings),))
+    tests = (Exam(("perplexity",), settings),)
+    language = replace(language, models=tuple(rows), rows=rows, out=str(out), tests=tests).judged_at_the_end()
     texts = run_experiment(language, progress)
     results = [read_result(Job(language.config(label, seed)), label) for seed in language.seeds for label in rows]
     table = depth_table(texts["table"], results)

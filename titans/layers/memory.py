@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -156,6 +157,7 @@ class NeuralMemory(nn.Module):
         self.bounded, self.max_norm = bounded, max_norm
         self.writes = writes
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
+        self.write_price: Tensor | None = None  # of a write with theta = 1, in units of the outer loss; a scalar
 
         inner = heads * head_dim
         self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
@@ -401,6 +403,8 @@ class NeuralMemory(nn.Module):
         shape = (x.shape[0], self.heads, x.shape[1])
         eta = ETA_MAX * gate["eta"] if self.momentum else None
         if self.fixed_theta is None:
+            if self.write_price is not None and torch.is_grad_enabled():
+                gate["theta"] = _Priced.apply(gate["theta"], self.write_price)
             theta = self.theta_max * gate["theta"]
         else:
             theta = torch.full(shape, self.fixed_theta, dtype=dtype, device=x.device)
@@ -464,3 +468,20 @@ class NeuralMemory(nn.Module):
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""
         return f"dim={self.dim}, heads={self.heads}, depth={self.depth}, mode={self.mode}, chunk={self.chunk_size}"
+
+
+class _Priced(torch.autograd.Function):
+    """theta as it is, in a graph where every unit of it adds ``price`` to what is minimised.
+
+    So that a price can be put on writing wherever a model calls its memory, however often, recomputed or not.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, theta: Tensor, price: Tensor) -> Tensor:
+        ctx.save_for_backward(price)
+        return theta.view_as(theta)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (price,) = ctx.saved_tensors
+        return grad + price, None

@@ -94,7 +94,7 @@ class Conversation:
         """
         found = self.memory.search(
             message, user=self.scope.user, agent=self.scope.agent, session=self.scope.session, limit=CANDIDATES,
-            threshold=self.threshold,
+            threshold=self.threshold, count_uses=False,
         )  # fmt: skip
         self.last = turn = Turn(self._store(message, "user"), found)
         turn.prompt = build_prompt(
@@ -102,6 +102,7 @@ class Conversation:
             budget=self.budget, room=self.llm.context - self.max_tokens, layout=self.llm.layout,
             specials=self.llm.specials,
         )  # fmt: skip
+        self.memory.use([hit.record.id for hit in turn.prompt.used], user=self.scope.user)
         return self._answer(turn, turn.prompt)
 
     def _answer(self, turn: Turn, prompt: Prompt) -> Generator[str, None, None]:

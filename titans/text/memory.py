@@ -240,6 +240,7 @@ class Memory:
         filters: Mapping[str, Any] | None = None,
         limit: int = 10,
         threshold: float | None = None,
+        count_uses: bool = True,
     ) -> Found:
         """The records that fit a question best.
 
@@ -251,6 +252,7 @@ class Memory:
             limit: most hits.
             threshold: hits whose cosine with the question is less are passed over, and counted. (The cosine is the one
                 part of a score that means the same in every store.)
+            count_uses: every hit counts as used, which eviction may respect; if not, tell :meth:`use` which ones were.
         """
         query = check_text(query, "query")
         scope = Scope(user, agent, session)
@@ -273,8 +275,20 @@ class Memory:
             if self.ranking.neural:
                 voices.add_memory(self._answer(vector, scope), self._project)
             found, places = voices.find(self.ranking, limit, threshold)
-            self._uses.update(places)
+            if count_uses:
+                self._uses.update(places)
             return found
+
+    def use(self, ids: Sequence[str], *, user: str | None = None) -> None:
+        """Counts records as used once more; with ``user``, only that user's can be. Ids that are gone are passed over.
+
+        The count is written with the next text, or when the memory is closed.
+        """
+        if isinstance(ids, str):
+            raise ValueError("ids is one id; expected a list of them")
+        found = [self._find(id, user) for id in ids]
+        with self._lock:
+            self._uses.update(place for place, _ in filter(None, found))
 
     def _select(self, scope: Scope, tests: Mapping[str, Mapping[str, Any]]) -> Selection | None:
         """The records of a user that match what was asked for; None if the names match none."""
@@ -810,6 +824,7 @@ class AsyncMemory:
     add = _twin(Memory.add)
     add_many = _twin(Memory.add_many)
     search = _twin(Memory.search)
+    use = _twin(Memory.use)
     get = _twin(Memory.get)
     records = _twin(Memory.records)
     update = _twin(Memory.update)

@@ -98,6 +98,10 @@ class TrainConfig:
     beta2: float = 0.95
     clip: float = 1.0
     """Largest norm of the gradient."""
+    write_cost: float = 0.0
+    """What writing costs: this times the mean of theta over tokens and heads is added to what is minimised (not to the
+    loss that is shown), growing from nothing with the square of the steps. Where a text is much longer than those of
+    the training, a memory keeps the longer the less is written into it."""
     outer_gradients: str = "second"
     """second: through the memory's own gradients; first: cheaper, these are taken as constants."""
     seed: int = 0
@@ -155,7 +159,7 @@ class TrainConfig:
         for name in ("min_learning_rate", "beta1", "beta2", "growth", "decay"):
             if not 0 <= getattr(self, name) <= 1 or (name.startswith("beta") and getattr(self, name) == 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
-        for name in ("warmup", "weight_decay"):
+        for name in ("warmup", "weight_decay", "write_cost"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
         choices = {"precision": PRECISIONS, "outer_gradients": GRADIENTS, "parallel": PARALLEL, "schedule": SCHEDULES}

@@ -103,10 +103,30 @@ class MemoryTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One forward and backward pass of one accumulation step."""
-        loss = super().training_step(model, inputs, num_items_in_batch)
+        with self._writing_costs():
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self._micro = (self._micro + 1) % self.args.gradient_accumulation_steps
         self._clock.tokens += int(inputs["input_ids"].numel()) * self.args.world_size
         return loss
+
+    @contextlib.contextmanager
+    def _writing_costs(self) -> Iterator[None]:
+        """While the context is open, every write of a memory has its price; as long as anything may be recomputed."""
+        if not self.config.write_cost:
+            yield
+            return
+        memories = [module for module in self.model.modules() if isinstance(module, NeuralMemory)]
+        cost = self.config.write_cost * (self.state.global_step / max(1, self.state.max_steps)) ** 2
+        writes = self.config.batch_tokens * sum(memory.heads for memory in memories)
+        # the processes' gradients are averaged, not summed
+        price = torch.tensor(cost / max(1, writes) * self.accelerator.num_processes, device=self.args.device)
+        try:
+            for memory in memories:
+                memory.write_price = price
+            yield
+        finally:
+            for memory in memories:
+                memory.write_price = None
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
