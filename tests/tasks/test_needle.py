@@ -155,6 +155,38 @@ def test_no_two_splits_share_a_value(task: Needle) -> None:
     assert min(map(len, values.values())) > 3
 
 
+@each_tokenizer
+@pytest.mark.parametrize("task", [NeedleNoise(needles=3), NeedleEssay(needles=3), NeedleWord(needles=3)], ids=str)
+def test_each_of_several_needles_stands_once_and_is_asked_for_by_its_key(task: Needle, tokenizer: Any) -> None:
+    drawn = task.draw(random.Random(1), {"length": 3000, "depth": 0.25}, "test", tokenizer)
+    assert len(drawn.tokens) == 3000
+    text, context = (tokenizer.decode(tokens) for tokens in (drawn.tokens, drawn.tokens[: drawn.boundary]))
+    told = dict(re.findall(rf"magic {task.kind}s for ([a-z-]+) is: ({FORMS[task.kind]})\.", context))
+    asked = re.findall(rf"magic {task.kind} for ([a-z-]+) mentioned in the provided text is ({FORMS[task.kind]})", text)
+    assert told == dict(asked) and len(told) == len(asked) == 3
+    assert [tokenizer.decode(answer.wanted).strip() for answer in drawn.answers] == [value for _, value in asked]
+    first = context.index(f"for {asked[0][0]} is:") / len(context)
+    assert 0.1 < first < 0.45  # the first that is asked for is the one at the depth
+
+
+def test_training_has_as_many_needles_as_fit_and_a_test_exactly_those_asked_for() -> None:
+    task, counts = NeedleNoise(needles=4), {}
+    for length in (512, 1024):
+        rng = random.Random(0)
+        drawn = [task.draw(rng, task.training_group(rng, length), "train", BYTES) for _ in range(40)]
+        assert {len(each.tokens) for each in drawn} == {length}
+        counts[length] = {len(each.answers) for each in drawn}
+    assert counts == {512: {1, 2}, 1024: {1, 2, 3, 4}}
+    with pytest.raises(ValueError, match=r"^length is 512; expected at least \d+$"):
+        task.draw(random.Random(0), {"length": 512, "depth": 0.5}, "test", BYTES)
+
+
+def test_needles_that_cannot_all_differ_are_refused() -> None:
+    task = NeedleNoise(needles=64, digits=2)
+    with pytest.raises(ValueError, match=r"^needles is 64; expected fewer: test has not so many different numbers$"):
+        task.draw(random.Random(0), {"length": 99999, "depth": 0.5}, "test", BYTES)
+
+
 def test_the_last_digit_does_not_tell_the_split() -> None:
     for split in SPLITS:
         last = {example(NeedleNoise(), split, 0, number, 600, BYTES).tokens[-1] for number in range(150)}
@@ -313,6 +345,7 @@ def test_chance_is_one_in_as_many_values_as_there_are() -> None:
         (NeedleNoise, {"lengths": ()}, r"lengths is \(\); expected one or more"),
         (NeedleNoise, {"lengths": (0,)}, r"lengths is \(0,\); expected"),
         (NeedleEssay, {"depths": (0.5, 1.5)}, r"depths is \(0.5, 1.5\); expected one or more numbers from 0 to 1"),
+        (NeedleNoise, {"needles": 0}, "needles is 0; expected a whole number from 1 to 64"),
         (NeedleEssay, {"digits": 1}, "digits is 1; expected at least 2"),
         (NeedleNoise, {"digits": 0}, "digits is 0; expected at least 2"),
         (NeedleWord, {"value": "number"}, "value is 'number'; expected uuid or word"),

@@ -41,14 +41,15 @@ Make = Callable[[Mapping[str, Any]], TaskExperiment]  # settings of the tasks, s
 
 
 def needle(settings: Mapping[str, Any]) -> TaskExperiment:
-    """S-NIAH. What a number is looked up by is learned from short phone books, which ask more often."""
+    """S-NIAH. What a number is looked up by is learned from short phone books, which ask more often, and kept alive by
+    up to four needles a text; a price on writing keeps the rest of a long text out of the memory."""
     tasks = ("needle-noise", "needle-essay")
     names = ("mac", "lmm", "mag", "mal", "gated-deltanet", "sliding-window")
-    task = {"phonebook.longest": 256, **settings}
-    asked = {name: value for name, value in settings.items() if not name.startswith("phonebook.")}
+    task = {"phonebook.longest": 256, "needles": 4, **settings}
+    asked = {name: value for name, value in settings.items() if not name.startswith("phonebook.") and name != "needles"}
     train = {
         **SCHEDULE, "data": f"task:{','.join(tasks)},phonebook", "task": task, "tokenizer": "bytes", "length": 1024,
-        "shortest": 64, "growth": 0.6, "batch_tokens": 2048, "steps": 1000, "eval_tokens": 32768,
+        "shortest": 64, "growth": 0.6, "batch_tokens": 2048, "steps": 1500, "write_cost": 0.3, "eval_tokens": 32768,
         "final_eval_tokens": 65536,
     }  # fmt: skip
     return TaskExperiment(

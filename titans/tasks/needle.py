@@ -6,7 +6,7 @@ import random
 import uuid
 from abc import abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -19,10 +19,10 @@ INSTRUCTION = (
     "I will quiz you about the {kind} afterwards."
 )
 NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
-QUESTION = (
-    "\nWhat is the special magic {kind} for {key} mentioned in the provided text? "
-    "The special magic {kind} for {key} mentioned in the provided text is"
-)
+STATEMENT = " The special magic {kind} for {key} mentioned in the provided text is"
+QUESTION = "\nWhat is the special magic {kind} for {key} mentioned in the provided text?" + STATEMENT
+MOST_NEEDLES = 64
+TRIES = 1000  # for needles that differ
 FEWEST_DIGITS = 2  # so that every split has some
 
 # fmt: off
@@ -51,6 +51,14 @@ NOUNS = (
 # fmt: on
 
 
+class _Hidden(NamedTuple):
+    """A needle, as tokens."""
+
+    sentence: list[int]
+    question: list[int]
+    answer: list[int]
+
+
 @dataclass(frozen=True)
 class Needle(Task):
     """What the three have in common.
@@ -61,15 +69,20 @@ class Needle(Task):
     Attributes:
         lengths: of the sequences, in tokens.
         depths: shares of the haystack that stand before the needle.
+        needles: how many, each with a key of its own, by which each is asked for; all but the first stand anywhere. In
+            training, one to so many.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("length", "depth")
     glue: ClassVar[str] = " "  # what stands before a sentence of the haystack
     lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+    needles: int = 1
 
     def __post_init__(self) -> None:
         require_lengths("lengths", self.lengths, 1)
+        if not isinstance(self.needles, int) or not 1 <= self.needles <= MOST_NEEDLES:
+            raise ValueError(f"needles is {self.needles}; expected a whole number from 1 to {MOST_NEEDLES}")
         if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
             raise ValueError(f"depths is {self.depths}; expected one or more numbers from 0 to 1")
 
@@ -91,28 +104,54 @@ class Needle(Task):
         return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """That length, at any depth."""
-        return {"length": length, "depth": rng.random()}
+        """That length, at any depth, with as many needles as fit of a number up to ``needles``."""
+        group = {"length": length, "depth": rng.random()}
+        return group if self.needles == 1 else group | {"at_most": rng.randint(1, self.needles)}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
-        """A sequence of ``group["length"]`` tokens whose needle begins after ``group["depth"]`` of the haystack."""
+        """A sequence of ``group["length"]`` tokens whose first needle begins after ``group["depth"]`` of the hay."""
         length, depth = group["length"], group["depth"]
         writer = writer_for(tokenizer)
         haystack, repeat = self.read_haystack(writer, split)
-        value = self._value(rng, split, haystack.codes)
-        words = {"kind": self.kind, "key": _key(rng, value), "value": value}
         line = "" if self.glue == "\n" else "\n"  # the haystack begins on a line of its own
-        start = writer.begin(INSTRUCTION.format(**words) + line)
-        needle = writer.write(self.glue + NEEDLE.format(**words))
-        question, answer = writer.ask(QUESTION.format(**words), f" {value}")
-        least = len(start) + len(needle) + len(question) + len(answer) + 1
-        if length < least:
-            raise WrongLengthError(f"length is {length}; expected at least {least}")
-        hay, places = haystack.take(rng, length - least + 1, repeat, "haystack")
-        place = int(places[np.abs(places - depth * len(hay)).argmin()])
-        context = [*start, *hay[:place].tolist(), *needle, *hay[place:].tolist()]
-        asked = Answer(length - len(answer), tuple(answer))
-        return Example(context + question + answer, (asked,), boundary=len(context))
+        start = writer.begin(INSTRUCTION.format(kind=self.kind) + line)
+        needles = self._needles(rng, writer, split, haystack.codes, group.get("at_most", self.needles))
+        while len(needles) > 1 and "at_most" in group and _length(start, needles) > length:
+            needles.pop()
+        if length < _length(start, needles):
+            raise WrongLengthError(f"length is {length}; expected at least {_length(start, needles)}")
+        hay, places = haystack.take(rng, length - _length(start, needles) + 1, repeat, "haystack")
+        depths = [depth, *(rng.random() for _ in needles[1:])]
+        spots = [int(places[np.abs(places - each * len(hay)).argmin()]) for each in depths]
+        context, done = list(start), 0
+        for spot, needle in sorted(zip(spots, needles, strict=True), key=lambda pair: pair[0]):
+            context += [*hay[done:spot].tolist(), *needle.sentence]
+            done = spot
+        tokens = context + hay[done:].tolist()
+        boundary, answers = len(tokens), []
+        for needle in needles:
+            tokens += needle.question
+            answers.append(Answer(len(tokens), tuple(needle.answer)))
+            tokens += needle.answer
+        return Example(tokens, answers, boundary)
+
+    def _needles(self, rng: random.Random, writer: Writer, split: str, codes: str, many: int) -> list[_Hidden]:
+        """Needles with different keys and values, in the order in which they are asked for."""
+        needles: dict[str, _Hidden] = {}
+        values: set[str] = set()
+        for _ in range(TRIES + many):
+            value = self._value(rng, split, codes)
+            key = _key(rng, value)
+            if value in values or key in needles:
+                continue
+            words = {"kind": self.kind, "key": key, "value": value}
+            sentence = writer.write(self.glue + NEEDLE.format(**words))
+            question = "." + STATEMENT if needles else QUESTION
+            needles[key] = _Hidden(sentence, *writer.ask(question.format(**words), f" {value}"))
+            values.add(value)
+            if len(needles) == many:
+                return list(needles.values())
+        raise ValueError(f"needles is {many}; expected fewer: {split} has not so many different {self.kind}s")
 
     def _value(self, rng: random.Random, split: str, codes: str) -> str:
         value = draw_of_split(lambda: self.any_value(rng), split, codes)
@@ -253,6 +292,11 @@ def share_of_numbers(digits: int) -> float:
 def draw_name(rng: random.Random) -> str:
     """An adjective and a noun."""
     return f"{rng.choice(ADJECTIVES)}-{rng.choice(NOUNS)}"
+
+
+def _length(start: list[int], needles: list[_Hidden]) -> int:
+    """The fewest tokens of a sequence: with one of the haystack."""
+    return len(start) + sum(len(part) for needle in needles for part in needle) + 1
 
 
 def _key(rng: random.Random, value: str) -> str:
