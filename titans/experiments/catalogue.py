@@ -98,7 +98,7 @@ def tracking(task: str) -> Make:
             "sliding-window": RECALL | {"name": "sliding-window", "window_size": 64},
         }
         train = {**SCHEDULE, "data": f"task:{task}", "task": dict(settings), "length": 32, "shortest": 8,
-                 "batch_tokens": 512, "steps": 600, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
+                 "batch_tokens": 512, "steps": 500, "eval_tokens": 2048, "final_eval_tokens": 8192}  # fmt: skip
         return TaskExperiment(
             f"tracking-{task}",
             f"State tracking: {task}",
@@ -118,7 +118,7 @@ def reassigned(settings: Mapping[str, Any]) -> TaskExperiment:
     rows = {label: LMM | part for label, part in PARTS.items()}
     rows |= {name: RECALL | {"name": name} for name in ("gated-deltanet", "deltanet", "linear-attention")}
     train = {**SCHEDULE, "data": "task:reassigned", "task": dict(settings), "length": 128, "shortest": 64,
-             "batch_tokens": 1024, "steps": 800, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+             "batch_tokens": 1024, "steps": 400, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
     return TaskExperiment(
         "reassigned",
         "Recall of keys that were rewritten",
@@ -135,7 +135,7 @@ def recall(settings: Mapping[str, Any]) -> TaskExperiment:
     rows |= {name.upper(): RECALL | {"name": name} for name in ("mac", "mag", "mal")}
     rows |= {"memory off": LMM | {"memory_writes": False}, "sliding-window": RECALL | {"name": "sliding-window"}}
     train = {**SCHEDULE, "data": "task:recall", "task": dict(settings), "length": 64, "shortest": 32,
-             "batch_tokens": 1024, "steps": 400, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
+             "batch_tokens": 1024, "steps": 300, "eval_tokens": 4096, "final_eval_tokens": 16384}  # fmt: skip
     return TaskExperiment(
         "recall",
         "Associative recall, part by part",
@@ -162,7 +162,7 @@ def pairs(settings: Mapping[str, Any]) -> TaskExperiment:
     }
     task = {"vocabulary": 256, "cells": [[32, 4], [64, 8], [128, 16], [256, 32], [512, 64]], **settings}
     train = {**SCHEDULE, "data": "task:mqar", "task": task, "length": 128, "shortest": 32,
-             "batch_tokens": 1024, "steps": 800, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+             "batch_tokens": 1024, "steps": 500, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
     return TaskExperiment(
         "pairs",
         "Recall of ever more pairs at equal state",
