@@ -6,12 +6,15 @@ import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from titans.cli.common import bar, names, numbers, pairs
 from titans.experiments import ON_TASKS
+
+if TYPE_CHECKING:
+    from titans.experiments.lm import LMExperiment
 
 app = typer.Typer(help="Run an experiment of the paper: several models, several seeds, one report.")
 Data = Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")]
@@ -86,24 +89,15 @@ def ablation(
 ) -> None:
     """Leave out one part of the memory after the other, on text and on recall: the paper's Table 5."""
     from titans.experiments.ablation import run_ablation
-    from titans.experiments.lm import LMExperiment
 
     out = _folder(out, quick)
     try:
-        language = LMExperiment(
-            data=str(data),
-            out=str(out),
-            seeds=numbers(seeds, "--seeds"),
-            tokens=tokens,
-            fields=pairs(field, "--field"),
-            at_a_time=at_a_time,
-        )
+        language = _language(data, out, seeds, tokens, field, at_a_time)
         with bar() as move:
             run_ablation(language, out, move, _command(), quick)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo((out / "ablation.md").read_text(encoding="utf-8"))
-    typer.echo(f"Report: {out / 'report.html'}, {out / 'ablation.json'}, {out / 'ablation.md'}")
+    _show(out, "ablation")
 
 
 @app.command("depth")
@@ -120,25 +114,16 @@ def depth(
 ) -> None:
     """Train memories of one to four layers, and see how the loss falls along the text: the paper's Figure 7."""
     from titans.experiments.depth import LIMIT, run_depth
-    from titans.experiments.lm import LMExperiment
 
     out = _folder(out, quick)
     try:
-        language = LMExperiment(
-            data=str(data),
-            out=str(out),
-            seeds=numbers(seeds, "--seeds"),
-            tokens=tokens,
-            fields=pairs(field, "--field"),
-            at_a_time=at_a_time,
-        )
+        language = _language(data, out, seeds, tokens, field, at_a_time)
         language, limit = (language.quick(), read) if quick else (language, LIMIT)
         with bar() as move:
             run_depth(language, out, numbers(depths, "--depths"), read, move, _command(), limit)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo((out / "depth.md").read_text(encoding="utf-8"))
-    typer.echo(f"Report: {out / 'report.html'}, {out / 'depth.json'}, {out / 'depth.md'}")
+    _show(out, "depth")
 
 
 @app.command("memory")
@@ -152,8 +137,7 @@ def memory(
     out = _folder(out, quick)
     with bar() as move:
         run_memory(out, move, _command(), quick)
-    typer.echo((out / "memory.md").read_text(encoding="utf-8"))
-    typer.echo(f"Report: {out / 'report.html'}, {out / 'memory.json'}, {out / 'memory.md'}")
+    _show(out, "memory")
 
 
 @app.command("text-memory")
@@ -173,8 +157,7 @@ def text_memory(
             run_text_memory(experiment.quick() if quick else experiment, out, move, _command())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo((out / "text-memory.md").read_text(encoding="utf-8"))
-    typer.echo(f"Report: {out / 'report.html'}, {out / 'text-memory.json'}, {out / 'text-memory.md'}")
+    _show(out, "text-memory")
 
 
 @app.command("throughput")
@@ -199,8 +182,23 @@ def throughput(
             run_throughput(out, sizes, layers, names(models) or MODELS, repeats, memory_mode, move, _command())
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo((out / "throughput.md").read_text(encoding="utf-8"))
-    typer.echo(f"Report: {out / 'report.html'}, {out / 'throughput.json'}, {out / 'throughput.md'}")
+    _show(out, "throughput")
+
+
+def _language(data: Path, out: Path, seeds: str, tokens: int, field: list[str], at_a_time: int) -> LMExperiment:
+    """Runs on text, as the command line asks for them."""
+    from titans.experiments.lm import LMExperiment
+
+    return LMExperiment(
+        data=str(data), out=str(out), seeds=numbers(seeds, "--seeds"), tokens=tokens,
+        fields=pairs(field, "--field"), at_a_time=at_a_time,
+    )  # fmt: skip
+
+
+def _show(out: Path, name: str) -> None:
+    """Prints the table of an experiment, and where all of it is."""
+    typer.echo((out / f"{name}.md").read_text(encoding="utf-8"))
+    typer.echo(f"Report: {out / 'report.html'}, {out / name}.json and .md")
 
 
 def _folder(out: Path, quick: bool) -> Path:

@@ -70,7 +70,8 @@ def babilong(settings: Mapping[str, Any]) -> TaskExperiment:
     task = settings.get("task", "qa1")
     train = {
         **SCHEDULE, "data": "task:babilong", "task": dict(settings), "tokenizer": "bytes", "length": 1024,
-        "shortest": 512, "batch_tokens": 2048, "steps": 1000, "eval_tokens": 32768, "final_eval_tokens": 65536,
+        "shortest": 512, "batch_tokens": 2048, "steps": 1000, "write_cost": 0.3, "eval_tokens": 32768,
+        "final_eval_tokens": 65536,
     }  # fmt: skip
     return TaskExperiment(
         f"babilong-{task}",
