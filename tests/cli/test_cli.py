@@ -122,16 +122,14 @@ def test_a_fault_of_ours_is_not_dressed_up_as_a_wrong_argument(monkeypatch: pyte
 
 
 def test_bench_memory_measures_prints_and_writes(tmp_path: Path) -> None:
-    arguments = ["--lengths", "16,32", "--only", "chunked", "--out-dir", str(tmp_path / "out")]
+    arguments = ["--lengths", "16", "--only", "chunked", "--out-dir", str(tmp_path / "out")]
     done = start("bench", "memory", *TINY, *arguments)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     for words in ("Time, forward", "Peak growth", "of GEMM", "chunked", "memory.json", "memory.png"):
         assert words in done.stdout
     report = json.loads((tmp_path / "out" / "memory.json").read_text())
-    assert [(r["length"], r["pass"]) for r in report["results"]] == [
-        (16, "forward"), (16, "forward+backward"), (32, "forward"), (32, "forward+backward"),
-    ]  # fmt: skip
+    assert [(r["length"], r["pass"]) for r in report["results"]] == [(16, "forward"), (16, "forward+backward")]
     assert all(r["peak_growth_bytes"] is not None for r in report["results"])
     assert (tmp_path / "out" / "memory.png").read_bytes().startswith(b"\x89PNG")
 
