@@ -49,7 +49,7 @@ def needle(settings: Mapping[str, Any]) -> TaskExperiment:
     asked = {name: value for name, value in settings.items() if not name.startswith("phonebook.") and name != "needles"}
     train = {
         **SCHEDULE, "data": f"task:{','.join(tasks)},phonebook", "task": task, "tokenizer": "bytes", "length": 1024,
-        "shortest": 64, "growth": 0.6, "batch_tokens": 2048, "steps": 2000, "write_cost": 0.3, "eval_tokens": 32768,
+        "shortest": 64, "growth": 0.6, "batch_tokens": 2048, "steps": 1500, "write_cost": 1.0, "eval_tokens": 32768,
         "final_eval_tokens": 65536,
     }  # fmt: skip
     return TaskExperiment(
