@@ -57,7 +57,8 @@ def needle(settings: Mapping[str, Any]) -> TaskExperiment:
         "Needle in a haystack",
         "A number is hidden in a text and asked for at its end (S-NIAH-PK: repeated noise; S-NIAH-N: essays). Models "
         "of two layers, with linear memory and attention over 64 tokens, are trained on short sequences, the "
-        "shortest of them phone books, and tested on long ones.",
+        "shortest of them phone books, the others with up to four needles, with a price on writing, and tested on long "
+        "ones with one needle.",
         {name: TEXT | {"name": name} for name in names},
         train,
         [Exam(tasks, asked, samples=4)],
@@ -77,8 +78,8 @@ def babilong(settings: Mapping[str, Any]) -> TaskExperiment:
         f"babilong-{task}",
         f"BABILong {task}",
         "Facts of a bAbI story stand far apart in the text of books, and a question about them at the end. Models of "
-        "two layers, with linear memory and attention over 64 tokens, are trained on short sequences and "
-        "tested on long ones.",
+        "two layers, with linear memory and attention over 64 tokens, are trained on short sequences, with a price on "
+        "writing, and tested on long ones.",
         {name: TEXT | {"name": name} for name in names},
         train,
         [Exam(("babilong",), dict(settings), samples=25)],
