@@ -331,6 +331,25 @@ def test_a_control_and_a_changed_model_are_lines_of_the_same_task_and_what_is_no
     assert rows(result(**tasks))[1:] == [["mac", "90.0"], ["mac (reset)", "10.0"], ["mac (chunk=4)", "80.0"]]
 
 
+def test_a_crowded_figure_leaves_what_was_tampered_with_to_the_table(drawn: list[Axes]) -> None:
+    cells = [cell(0.5, length=n) for n in (16, 64)]
+    controls = {f"needle {name}": entry(*cells, control=name) for name in ("no-writes", "reset", "swap")}
+    runs = [result(name, needle=entry(*cells), **controls) for name in ("mac", "mag", "mal", "lmm")]
+
+    def section_and_lines(many: int) -> tuple[Section, dict[str, str]]:
+        section = next(section for section in result_sections(runs[:many]) if section.figures)
+        (legend,) = drawn[-1].get_figure().legends
+        named = zip(legend.get_texts(), legend.legend_handles, strict=True)
+        return section, {text.get_text(): line.get_color() for text, line in named if text.get_text() != "chance"}
+
+    section, lines = section_and_lines(3)
+    assert len(section.tables[0].rows) == len(lines) == 12
+    section, lines = section_and_lines(4)
+    assert len(section.tables[0].rows) == 16
+    assert list(lines) == ["mac", "mag", "mal", "lmm"] and len(set(lines.values())) == 4
+    assert section.figures[0].caption.endswith("12 more are in the table only.")
+
+
 def test_where_it_was_trained_is_drawn_on_the_axis_of_lengths_alone(drawn: list[Axes]) -> None:
     for axis in ("length", "pairs"):
         result_sections([result(a=entry(*(cell(0.5, **{axis: n}) for n in (16, 64)), trained_at=32))])

@@ -32,6 +32,7 @@ IRRELEVANT = ("transformers_version", "_name_or_path")  # fields of a config tha
 STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half a 95% interval, of 2 to 10 runs
 LONG = 30  # letters of a cell that takes a line of its own on a narrow screen
 LARGEST = 1e100
+CROWDED = 12  # lines; a figure with more of them shows only models that were not tampered with
 ROOM = 40  # letters beside each other on a narrow screen
 
 Result = Mapping[str, Any]
@@ -372,7 +373,7 @@ def _axis(name: str, entries: Iterable[Mapping[str, Any]]) -> _Axis:
 
 def _collect(results: Sequence[Result]) -> list[_Task]:
     """The tasks of all results, each with its lines: runs of a model of the same kind are one."""
-    styles: dict[str, int] = {}
+    tampered: dict[str, bool] = {}
     tasks: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
     names = _name_kinds(results)
     for result in results:
@@ -382,8 +383,9 @@ def _collect(results: Sequence[Result]) -> list[_Task]:
                 continue
             name, variant = _variant(key, entry)
             label = f"{model} ({variant})" if variant else model
-            styles.setdefault(label, len(styles))
+            tampered.setdefault(label, bool(variant))
             tasks.setdefault(name, {}).setdefault(label, []).append(entry)
+    styles = {label: style for style, label in enumerate(sorted(tampered, key=lambda label: tampered[label]))}
     return [_make_task(name, series, styles) for name, series in tasks.items()]
 
 
@@ -627,8 +629,11 @@ def _task_section(task: _Task) -> Section:
     trained = sorted({number for entry in task.entries if (number := _finite(entry.get("trained_at"))) is not None})
     if trained:
         words.append(f"Trained at length {' and '.join(map(_word, trained))}.")
-    curves = [_curve(task, label, first) for label in task.series]
-    names = ", ".join(task.series)
+    shown = list(task.series)
+    if len(shown) > CROWDED:
+        shown = [label for label in shown if not _variant("", task.series[label][0])[1]] or shown[:CROWDED]
+    curves = [_curve(task, label, first) for label in shown]
+    names = ", ".join(shown)
     y_label = f"{task.measure}, {'higher' if task.higher else 'lower'} is better"
     about = f"{task.title}: {task.measure}, by {first.label}"
     notes = []
@@ -636,6 +641,8 @@ def _task_section(task: _Task) -> Section:
         notes.append("Bands are 95% intervals." if first.numbers else "Whiskers are 95% intervals.")
     if any(curve.runs for curve in curves):
         notes.append("Thin lines are runs, thick ones their mean." if first.numbers else "Dots are runs.")
+    if len(shown) < len(task.series):
+        notes.append(f"{len(task.series) - len(shown)} more are in the table only.")
     if first.numbers is not None:
         png = plot_lines(first.numbers, curves, task.title, first.label, y_label, task.percent, task.chance)
     else:
