@@ -121,6 +121,7 @@ def test_a_fault_of_ours_is_not_dressed_up_as_a_wrong_argument(monkeypatch: pyte
         main(["bench", "memory", *TINY])
 
 
+@pytest.mark.slow
 def test_bench_memory_measures_prints_and_writes(tmp_path: Path) -> None:
     arguments = ["--lengths", "16", "--only", "chunked", "--out-dir", str(tmp_path / "out")]
     done = start("bench", "memory", *TINY, *arguments)

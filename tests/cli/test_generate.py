@@ -314,6 +314,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> tuple[bytes, list[str]]:
     return out, [line for line in error.decode().splitlines() if line]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pipes have another size elsewhere")
 @pytest.mark.parametrize("exists", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ctrl_c_while_reading_saves_nothing_and_says_so(exists: bool, folder: Path) -> None:

@@ -224,6 +224,7 @@ def test_a_contender_that_gives_nan_is_named_and_the_others_go_on(monkeypatch: p
     assert any("mac, train, is not measured further at 16 tokens" in notice for notice in found["notices"])
 
 
+@pytest.mark.slow
 def test_peak_memory_of_decoding_counts_the_cache() -> None:
     settings = dataclasses.replace(QUICK, dim=128)
     answer = probe(settings, BASELINE, DECODE, 4096)

@@ -261,6 +261,7 @@ def test_a_model_comes_back_from_its_state_dict() -> None:
         TitansForCausalLM.from_pretrained(None, config=made.config, state_dict=rest)
 
 
+@pytest.mark.slow
 def test_the_auto_classes_know_the_models_even_if_their_module_was_looked_for_first() -> None:
     program = (
         "import titans, importlib.util\n"

@@ -62,6 +62,7 @@ def test_what_accelerate_is_told_leaves_precision_and_sharding_to_the_run() -> N
     assert (values["distributed_type"], values["num_processes"], values["mixed_precision"]) == ("MULTI_GPU", 8, "no")
 
 
+@pytest.mark.slow
 def test_a_launcher_can_start_the_package_as_a_module() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     words = [sys.executable, "-m", "titans"]
