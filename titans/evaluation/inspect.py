@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titans.layers import NeuralMemory
-from titans.layers.record import GATES, MemoryRecord, record_memory
+from titans.layers.record import GATES, MemoryRecord, memories_of, record_memory
 from titans.models import PRESETS, TitansCache, TitansConfig, TitansForCausalLM, build
 from titans.models.configuration import VARIANTS
 from titans.models.loading import load_folder, read_config, sentence
@@ -129,7 +129,7 @@ def inspect_tokens(
         raise ValueError("the text is empty; expected at least one token")
     if piece is not None and piece < 1:
         raise ValueError(f"piece is {piece}; expected a whole number of at least 1")
-    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    memories = memories_of(model)
     if not memories:
         raise ValueError("the model has no memory (use_memory is False); there is nothing to inspect")
     piece = piece or max(1, min(PIECE, len(tokens) // POINTS))

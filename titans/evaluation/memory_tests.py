@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans.layers import NeuralMemory
-from titans.layers.record import record_memory
+from titans.layers.record import memories_of, record_memory
 from titans.models import TitansForCausalLM
 from titans.ops import MemoryMLP, MemoryState, neural_memory_exact
 from titans.tasks.recall import Recall
@@ -178,7 +178,7 @@ def surprise_of_facts(
         raise ValueError(f"the task has {task.pairs} pairs; expected 2 to half the keys and values")
     if distance < 0 or sequences < 1:
         raise ValueError(f"distance is {distance} and sequences is {sequences}; expected at least 0 and at least 1")
-    if not any(isinstance(module, NeuralMemory) for module in model.modules()):
+    if not memories_of(model):
         raise ValueError("the model has no memory (use_memory is False); there is nothing to measure")
     rng = random.Random(f"facts {seed}")
     drawn = [draw_facts(rng, task, distance) for _ in range(sequences)]
@@ -222,7 +222,7 @@ def _join(keys: Sequence[int], values: Sequence[int]) -> list[int]:
 @torch.no_grad()
 def bound(model: TitansForCausalLM) -> TitansForCausalLM:
     """The model, whose memories now have the token before as key of each value; training teaches that to some."""
-    for memory in (module for module in model.modules() if isinstance(module, NeuralMemory)):
+    for memory in memories_of(model):
         if memory.conv is None or len(memory.conv) < 2:
             raise ValueError("the model's memories have no convolution of two tokens; expected one that hands on a key")
         inner = memory.heads * memory.head_dim

@@ -436,9 +436,14 @@ def _figure(entry: Mapping[str, Any], name: str, metric: str) -> Mapping[str, An
     return {"title": entry.get("title"), "metric": metric, "better": "lower", "axes": [], "cells": cells}
 
 
+def _is_tampered(entry: Mapping[str, Any]) -> bool:
+    """Whether the model was measured with its memory tampered with, or with another config than it has."""
+    return bool(entry.get("control") or entry.get("fields"))
+
+
 def _variant(key: str, entry: Mapping[str, Any]) -> tuple[str, str]:
     """The task that an entry is of, and in what it differs: "needle reset" with a control is a line of "needle"."""
-    if not entry.get("control") and not entry.get("fields"):
+    if not _is_tampered(entry):
         return key, ""
     name, _, rest = key.partition(" ")
     return name, _line(rest or entry.get("control") or "changed")
@@ -631,7 +636,7 @@ def _task_section(task: _Task) -> Section:
         words.append(f"Trained at length {' and '.join(map(_word, trained))}.")
     shown = list(task.series)
     if len(shown) > CROWDED:
-        shown = [label for label in shown if not _variant("", task.series[label][0])[1]] or shown[:CROWDED]
+        shown = [label for label in shown if not _is_tampered(task.series[label][0])] or shown[:CROWDED]
     curves = [_curve(task, label, first) for label in shown]
     names = ", ".join(shown)
     y_label = f"{task.measure}, {'higher' if task.higher else 'lower'} is better"

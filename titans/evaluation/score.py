@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from titans.layers import BlockState, NeuralMemory
+from titans.layers import BlockState
+from titans.layers.record import memories_of
 from titans.models import TitansCache, TitansForCausalLM
 from titans.tasks import Example
 
@@ -88,12 +89,12 @@ def check(model: PreTrainedModel, examples: Sequence[Example]) -> None:
 
 
 def _has_memory(model: PreTrainedModel) -> bool:
-    return any(isinstance(module, NeuralMemory) for module in model.modules())
+    return bool(memories_of(model))
 
 
 @contextmanager
 def _without_writes(model: PreTrainedModel, off: bool) -> Iterator[None]:
-    memories = [m for m in model.modules() if isinstance(m, NeuralMemory)] if off else []
+    memories = memories_of(model) if off else []
     before = [memory.writes for memory in memories]
     for memory in memories:
         memory.writes = False

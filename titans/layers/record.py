@@ -30,10 +30,15 @@ class MemoryRecord:
         self.surprise.clear()
 
 
+def memories_of(model: nn.Module) -> list[NeuralMemory]:
+    """The memories of a model, layer by layer."""
+    return [module for module in model.modules() if isinstance(module, NeuralMemory)]
+
+
 @contextmanager
 def record_memory(model: nn.Module) -> Iterator[list[MemoryRecord]]:
     """While the context is open, every memory of ``model`` tells what it does; its outputs stay the same."""
-    memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+    memories = memories_of(model)
     records = [MemoryRecord() for _ in memories]
 
     def listen(memory: NeuralMemory, record: MemoryRecord) -> None:

@@ -118,9 +118,10 @@ class Needle(Task):
         needles = self._needles(rng, writer, split, haystack.codes, group.get("at_most", self.needles))
         while len(needles) > 1 and "at_most" in group and _length(start, needles) > length:
             needles.pop()
-        if length < _length(start, needles):
-            raise WrongLengthError(f"length is {length}; expected at least {_length(start, needles)}")
-        hay, places = haystack.take(rng, length - _length(start, needles) + 1, repeat, "haystack")
+        least = _length(start, needles)
+        if length < least:
+            raise WrongLengthError(f"length is {length}; expected at least {least}")
+        hay, places = haystack.take(rng, length - least + 1, repeat, "haystack")
         depths = [depth, *(rng.random() for _ in needles[1:])]
         spots = [int(places[np.abs(places - each * len(hay)).argmin()]) for each in depths]
         context, done = list(start), 0

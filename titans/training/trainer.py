@@ -27,8 +27,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
-from titans.layers import NeuralMemory
-from titans.layers.record import record_memory, summarise
+from titans.layers.record import memories_of, record_memory, summarise
 from titans.models import TitansCache
 from titans.tasks import IGNORED
 from titans.training.config import TrainConfig
@@ -115,7 +114,7 @@ class MemoryTrainer(Trainer):
         if not self.config.write_cost:
             yield
             return
-        memories = [module for module in self.model.modules() if isinstance(module, NeuralMemory)]
+        memories = memories_of(self.model)
         cost = self.config.write_cost * (self.state.global_step / max(1, self.state.max_steps)) ** 2
         writes = self.config.batch_tokens * sum(memory.heads for memory in memories)
         # the processes' gradients are averaged, not summed
@@ -166,7 +165,7 @@ class MemoryTrainer(Trainer):
     def _look_at_memory(self, inputs: Any) -> None:
         """Reads the first row once more and notes what each layer's memory does."""
         model = self.accelerator.unwrap_model(self.model)
-        memories = [module for module in model.modules() if isinstance(module, NeuralMemory)]
+        memories = memories_of(model)
         if not memories:
             return
         options: dict[str, Any] = {"use_cache": False}
