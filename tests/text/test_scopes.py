@@ -21,7 +21,9 @@ TEXTS = [
 NAMES = st.sampled_from([None, "x", "y"])
 CALLS = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "add", "search", "update", "delete", "delete_all", "records", "surprise"]),
+        st.sampled_from(
+            ["add", "add", "add", "search", "use", "update", "delete", "delete_all", "records", "surprise"]
+        ),
         st.sampled_from(USERS),
         NAMES,
         NAMES,
@@ -72,6 +74,9 @@ def take(memory: Memory, ids: dict[str, list[str]], call: tuple[str, str, str | 
                 memory.delete(id, user=other)
             with pytest.raises(UnknownRecord):
                 memory.update(id, "taken over", user=other)
+            memory.use(mine, user=other)  # passes over what is not theirs
+        if kind == "use":
+            return memory.use([id], user=user)
         if kind == "delete":
             mine.remove(id)
             return memory.delete(id, user=user)
@@ -98,8 +103,11 @@ def same_alone(folder: Path, encoder: TextEncoder, backend: str, calls: list[Any
             lines = (folder / "export.jsonl").read_text().splitlines()
             assert [json.loads(line)["id"] for line in lines] == ids.get(user, [])
         assert memory.check() == []
+    with open_("shared") as memory:  # counts of uses are written down when a memory is closed
+        uses = {user: [record.uses for record in memory.records(user=user)] for user in USERS}
     for user in USERS:
-        with open_(f"only {USERS.index(user)}") as memory:
+        name = f"only {USERS.index(user)}"
+        with open_(name) as memory:
             own: dict[str, list[str]] = {}
             alone = [take(memory, own, call) for call in calls if call[1] == user]
             assert alone == [answer for answer, call in zip(together, calls, strict=True) if call[1] == user]
@@ -109,6 +117,8 @@ def same_alone(folder: Path, encoder: TextEncoder, backend: str, calls: list[Any
             assert {name: one[name] for name in one if name not in changing} == {
                 name: other[name] for name in other if name not in changing
             }
+        with open_(name) as memory:
+            assert uses[user] == [record.uses for record in memory.records(user=user)]
 
 
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
