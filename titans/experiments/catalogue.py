@@ -119,8 +119,8 @@ def reassigned(settings: Mapping[str, Any]) -> TaskExperiment:
     """Keys that get another value: what forgetting is for."""
     rows = {label: LMM | part for label, part in PARTS.items()}
     rows |= {name: RECALL | {"name": name} for name in ("gated-deltanet", "deltanet", "linear-attention")}
-    train = {**SCHEDULE, "data": "task:reassigned", "task": dict(settings), "length": 128, "shortest": 64,
-             "batch_tokens": 1024, "steps": 400, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
+    train = {**SCHEDULE, "data": "task:reassigned", "task": dict(settings), "length": 128, "shortest": 32,
+             "batch_tokens": 1024, "steps": 500, "eval_tokens": 8192, "final_eval_tokens": 32768}  # fmt: skip
     return TaskExperiment(
         "reassigned",
         "Recall of keys that were rewritten",
