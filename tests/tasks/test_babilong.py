@@ -11,7 +11,19 @@ from hypothesis import strategies as st
 
 from titans.models.text import encode
 from titans.models.tokenizer import byte_tokenizer, train_tokenizer
-from titans.tasks.babilong import ANSWERS, EXAMPLES, MOVES, PERSONS, PLACES, Babilong, Story, read_stories, tell
+from titans.tasks.babilong import (
+    ANSWERS,
+    EXAMPLES,
+    MOVES,
+    PERSONS,
+    PLACES,
+    THINGS,
+    Babilong,
+    Story,
+    answered,
+    read_stories,
+    tell,
+)
 from titans.tasks.background import OWN, split_of, split_sentences
 from titans.tasks.base import SPLITS, Example, example
 
@@ -108,6 +120,68 @@ def test_our_own_stories_are_answered_by_their_facts(task: str, seed: int) -> No
     story = tell(random.Random(seed), task)
     assert story.answer == _answer([*story.facts], story.question)
     assert story.answer in ANSWERS[task]
+
+
+@given(st.sampled_from(["qa1", "qa2"]), st.integers(0, 10**6))
+@settings(max_examples=150, deadline=None)
+def test_every_question_that_facts_answer_is_found(task: str, seed: int) -> None:
+    story = tell(random.Random(seed), task)
+    found = answered(story.facts, task)
+    assert story in found
+    assert all(other.answer == _answer([*story.facts], other.question) for other in found)
+    told = " ".join(story.facts)
+    named = [name for name in (PERSONS if task == "qa1" else THINGS) if name in told]
+    assert [other.question.rstrip("?").split()[-1] for other in found] == named
+
+
+def test_things_that_somebody_has_go_along_and_stay_where_they_are_left() -> None:
+    facts = ["Mary got the milk there.", "John moved to the office.", "Mary went to the kitchen.", "Nothing happens."]
+    assert [story.answer for story in answered(facts, "qa2")] == ["kitchen"]
+    facts += ["Mary put down the milk.", "Mary went back to the garden.", "John travelled to the kitchen."]
+    assert [story.answer for story in answered(facts, "qa2")] == ["kitchen"]
+    facts += ["John picked up the milk there.", "John journeyed to the bedroom."]
+    assert [story.answer for story in answered(facts, "qa2")] == ["bedroom"]
+    assert {story.question: story.answer for story in answered(facts, "qa1")} == {
+        "Where is John?": "bedroom",
+        "Where is Mary?": "garden",
+    }
+    assert answered(facts, "qa3") == []
+
+
+@given(task=st.sampled_from(["qa1", "qa2"]), length=st.integers(900, 2000), seed=st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_a_training_sequence_may_ask_several_questions(task: str, length: int, seed: int) -> None:
+    drawn = example(Babilong(task=task, questions=3), "train", seed, 0, length, BYTES)
+    assert len(drawn.tokens) == length
+    _, context, after = _text(drawn)
+    facts = FACT.findall(context)
+    pairs = re.findall(r"\nQuestion: (Where is .*\?)\nAnswer: ([a-z]+)", after)
+    assert 1 <= len(pairs) == len(drawn.answers) <= 3 and len({question for question, _ in pairs}) == len(pairs)
+    for (question, answer), asked in zip(pairs, drawn.answers, strict=True):
+        assert answer == _answer(facts, question)
+        wanted = [*asked.wanted]
+        assert BYTES.decode(wanted) == f" {answer}"
+        assert drawn.tokens[asked.place : asked.place + len(wanted)] == wanted
+        assert split_of(" ".join([*facts, question])) == "train"
+
+
+def test_several_questions_are_the_rule_and_a_test_asks_one() -> None:
+    task = Babilong(questions=4)
+    drawn = [example(task, "train", 0, number, 1500, BYTES) for number in range(40)]
+    assert sum(len(each.answers) for each in drawn) > 80
+    assert len(example(task, "test", 0, 0, {"length": 1500}, BYTES).answers) == 1
+
+
+def test_no_question_of_the_test_is_asked_in_training(tmp_path: Path) -> None:
+    (tmp_path / "qa1_a_train.txt").write_text(STORY, encoding="utf-8")
+    (tmp_path / "qa1_a_test.txt").write_text(
+        "1 Mary went to the kitchen.\n2 John moved to the office.\n3 Where is John?\toffice\t2\n", encoding="utf-8"
+    )
+    task = Babilong(data=str(tmp_path), questions=4)
+    asked = {_text(example(task, "train", 0, number, 1500, BYTES))[2] for number in range(60)}
+    assert any("garden" in text and "office" in text for text in asked)
+    assert any("kitchen" in text for text in asked)
+    assert not any("kitchen" in text and "office" in text for text in asked)
 
 
 def test_our_own_stories_are_of_many_kinds() -> None:
@@ -260,6 +334,8 @@ def test_examples_are_answered_by_a_word_of_theirs() -> None:
         ({"background": "nowhere"}, "nowhere has no text; expected"),
         ({"lengths": ()}, r"lengths is \(\); expected"),
         ({"examples": 9}, "examples is 9; expected 0 to 2"),
+        ({"questions": 0}, "questions is 0; expected 1 to 4 for qa1"),
+        ({"questions": 4, "task": "qa2"}, "questions is 4; expected 1 to 3 for qa2"),
     ],
 )
 def test_settings_that_make_no_sense_are_refused(settings: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -18,7 +19,6 @@ MOVES = ("went to", "went back to", "moved to", "journeyed to", "travelled to")
 TAKES = ("got", "took", "grabbed", "picked up")
 DROPS = ("left", "dropped", "discarded", "put down")
 ANSWERS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES) | {"qa5": ("Bill", "Fred", "Jeff", "Mary", *THINGS)}
-FACTS = {"qa1": (2, 10), "qa2": (3, 20)}  # of a story of our own: the fewest and the most
 HELD_OUT = 10  # one in so many training stories is kept for validation
 TRIES = 1000  # stories that are drawn to find one that fits
 
@@ -68,6 +68,19 @@ class Story(NamedTuple):
     answer: str
 
 
+class Kind(NamedTuple):
+    """Of the stories whose questions can be answered here: the fewest and the most facts of our own, who or what is
+    asked for, and how."""
+
+    fewest: int
+    most: int
+    asked: tuple[str, ...]
+    question: str
+
+
+FACTS = {"qa1": Kind(2, 10, PERSONS, "Where is {}?"), "qa2": Kind(3, 20, THINGS, "Where is the {}?")}
+
+
 @dataclass(frozen=True)
 class Babilong(Task):
     """Facts in a long text.
@@ -83,6 +96,8 @@ class Babilong(Task):
             for train, one for validation and the last for test; None: a short text of our own, repeated, for all.
         lengths: of the sequences, in tokens.
         examples: how many short ones stand in the instruction.
+        questions: in training, up to so many are asked of a text one after the other; those after the first follow from
+            its facts, as can be told for qa1 and qa2.
     """
 
     name: ClassVar[str] = "babilong"
@@ -94,6 +109,7 @@ class Babilong(Task):
     background: str | None = None
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     examples: int = 0
+    questions: int = 1
 
     def __post_init__(self) -> None:
         if self.task not in ANSWERS:
@@ -109,6 +125,9 @@ class Babilong(Task):
         require_lengths("lengths", self.lengths, 1)
         if not isinstance(self.examples, int) or not 0 <= self.examples <= len(EXAMPLES[self.task]):
             raise ValueError(f"examples is {self.examples}; expected 0 to {len(EXAMPLES[self.task])}")
+        most = len(FACTS[self.task].asked) if self.task in FACTS else 1
+        if not isinstance(self.questions, int) or not 1 <= self.questions <= most:
+            raise ValueError(f"questions is {self.questions}; expected 1 to {most} for {self.task}")
 
     @property
     def chance(self) -> float:
@@ -119,6 +138,10 @@ class Babilong(Task):
         """Each length."""
         return [{"length": length} for length in self.lengths]
 
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """That length, with as many questions as fit of a number up to ``questions``."""
+        return {"length": length} if self.questions == 1 else {"length": length, "at_most": self.questions}
+
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
         """A sequence of ``group["length"]`` tokens: instruction, facts in background, question and answer."""
         length = group["length"]
@@ -128,22 +151,31 @@ class Babilong(Task):
         for _ in range(TRIES):
             story = self._story(rng, split)
             facts = [writer.write(f" {fact}") for fact in story.facts]
-            question, answer = writer.ask(f"\n</context>\nQuestion: {story.question}\nAnswer:", f" {story.answer}")
-            sizes.append(len(start) + sum(map(len, facts)) + len(question) + len(answer))
+            asked = [writer.ask(f"\n</context>{_question(story)}", f" {story.answer}")]
+            sizes.append(len(start) + sum(map(len, facts)) + sum(map(len, asked[0])))
             if sizes[-1] <= length:
                 break
         else:
             raise WrongLengthError(f"length is {length}; expected at least {min(sizes)} for the facts of {self.task}")
+        room = length - sizes[-1]
+        for other in self._others(rng, story, split, group.get("at_most", 1) - 1):
+            more = writer.ask(_question(other), f" {other.answer}")
+            if sum(map(len, more)) <= room:
+                asked.append(more)
+                room -= sum(map(len, more))
         part = WHOLE if self.background is None else PARTS[split]
         background = writer.read(self.background, part)
-        text, places = background.take(rng, length - sizes[-1], self.background is None, "background")
+        text, places = background.take(rng, room, self.background is None, "background")
         context, done = start, 0
         for fact, place in zip(facts, sorted(rng.choices(places.tolist(), k=len(facts))), strict=True):
             context += text[done:place].tolist() + fact
             done = place
         context += text[done:].tolist()
-        asked = Answer(length - len(answer), tuple(answer))
-        return Example(context + question + answer, (asked,), boundary=len(context))
+        tokens, answers = list(context), []
+        for question, answer in asked:
+            answers.append(Answer(len(tokens) + len(question), tuple(answer)))
+            tokens += question + answer
+        return Example(tokens, answers, boundary=len(context))
 
     def _instruction(self) -> str:
         examples = "".join(f"Example: {example}\n" for example in EXAMPLES[self.task][: self.examples])
@@ -154,14 +186,30 @@ class Babilong(Task):
             return rng.choice(_stories(self.data, self.task, split))
         while True:
             story = tell(rng, self.task)
-            if split_of(" ".join([*story.facts, story.question])) == split:
+            if self._is_of(story, split):
                 return story
+
+    def _others(self, rng: random.Random, story: Story, split: str, many: int) -> list[Story]:
+        """Up to so many other questions that the facts of a story answer."""
+        if not many:
+            return []
+        others = [other for other in answered(story.facts, self.task) if other.question != story.question]
+        return [other for other in rng.sample(others, len(others)) if self._is_of(other, split)][:many]
+
+    def _is_of(self, story: Story, split: str) -> bool:
+        if self.data is None:
+            return split_of(" ".join([*story.facts, story.question])) == split
+        return split == "test" or story not in _tested(self.data, self.task)
+
+
+def _question(story: Story) -> str:
+    return f"\nQuestion: {story.question}\nAnswer:"
 
 
 def tell(rng: random.Random, task: str) -> Story:
     """A story of our own in the manner of bAbI: qa1 asks for a person, qa2 for a thing that somebody has taken."""
-    fewest, most = FACTS[task]
-    number = rng.randint(fewest, most)
+    kind = FACTS[task]
+    number = rng.randint(kind.fewest, kind.most)
     where: dict[str, str] = {}  # persons, and things that somebody has taken: those alone are asked for
     holder: dict[str, str] = {}
     facts: list[str] = []
@@ -183,8 +231,31 @@ def tell(rng: random.Random, task: str) -> Story:
         else:
             holder[thing], where[thing] = person, here
             facts.append(f"{person} {rng.choice(TAKES)} the {thing}.")
-    asked = rng.choice([name for name in (PERSONS if task == "qa1" else THINGS) if name in where])
-    return Story(tuple(facts), f"Where is {asked}?" if task == "qa1" else f"Where is the {asked}?", where[asked])
+    asked = rng.choice([name for name in kind.asked if name in where])
+    return Story(tuple(facts), kind.question.format(asked), where[asked])
+
+
+def answered(facts: Sequence[str], task: str) -> list[Story]:
+    """Every question of qa1 or qa2 that the facts answer, with its answer; none for another task.
+
+    Persons go where they are said to go, what they have taken and not yet dropped goes with them.
+    """
+    if task not in FACTS:
+        return []
+    where: dict[str, str] = {}
+    holder: dict[str, str] = {}
+    for fact in facts:
+        action, _, target = fact.removesuffix(".").removesuffix(" there").rpartition(" the ")
+        person, _, action = action.partition(" ")
+        if action in TAKES:
+            holder[target] = person
+        elif action in DROPS:
+            holder.pop(target, None)
+        elif action in MOVES:
+            where[person] = target
+        where.update({thing: where[owner] for thing, owner in holder.items() if owner in where})
+    kind = FACTS[task]
+    return [Story(tuple(facts), kind.question.format(name), where[name]) for name in kind.asked if name in where]
 
 
 def read_stories(file: Path) -> list[list[Story]]:
@@ -214,6 +285,12 @@ def _files(data: str, task: str, ending: str) -> list[Path]:
 
 
 @cache
+def _tested(data: str, task: str) -> frozenset[Story]:
+    """The questions of the test; none without its file."""
+    return frozenset(_stories(data, task, "test") if _files(data, task, "test") else ())
+
+
+@cache
 def _stories(data: str, task: str, split: str) -> list[Story]:
     """The questions of a split; validation has the last of the training stories, and what the test has too is no one's.
 
@@ -227,8 +304,7 @@ def _stories(data: str, task: str, split: str) -> list[Story]:
     if split != "test":
         cut = len(stories) - len(stories) // HELD_OUT
         stories = stories[:cut] if split == "train" else stories[cut:]
-    apart = split != "test" and _files(data, task, "test")
-    tested = set(_stories(data, task, "test")) if apart else set()
+    tested = set() if split == "test" else _tested(data, task)
     questions = [story for told in stories for story in told if story not in tested]
     if not questions:
         raise ValueError(f"{files[0]} has no questions for {split}; expected at least one")
