@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.cli.commands import run
 from tests.evaluation.test_evaluate import FIELDS
 from titans import TitansConfig, TitansForCausalLM
-from titans.cli import main
 from titans.models.tokenizer import byte_tokenizer
 
 
@@ -24,10 +24,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["eval", *words])
+    code = run("eval", *words)
     captured = capsys.readouterr()
-    return int(stopped.value.code or 0), captured.out, captured.err
+    return code, captured.out, captured.err
 
 
 def test_tasks_are_measured_and_reported(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,16 +10,15 @@ from types import FrameType
 
 import pytest
 
+from tests.cli.commands import run
 from tests.text.small_bert import save_small_bert
-from titans.cli import main
 from titans.text.neural import NeuralTextMemory
 
 
 def call(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(["text", "train", *words])
+    code = run("text", "train", *words)
     captured = capsys.readouterr()
-    return int(stopped.value.code or 0), captured.out + captured.err
+    return code, captured.out + captured.err
 
 
 @pytest.fixture(scope="module")

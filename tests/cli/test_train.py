@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.cli.commands import run
 from tests.training.conftest import TINY
-from titans.cli import main
 from titans.training.prepare import prepare
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -25,10 +25,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def call(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
-    with pytest.raises(SystemExit) as stopped:
-        main(list(words))
+    code = run(*words)
     captured = capsys.readouterr()
-    return int(stopped.value.code or 0), captured.out + captured.err
+    return code, captured.out + captured.err
 
 
 @pytest.fixture
