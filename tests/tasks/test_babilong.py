@@ -9,21 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.tasks.test_babi import STORY, answer_to
 from titans.models.text import encode
 from titans.models.tokenizer import byte_tokenizer, train_tokenizer
-from titans.tasks.babilong import (
-    ANSWERS,
-    EXAMPLES,
-    MOVES,
-    PERSONS,
-    PLACES,
-    THINGS,
-    Babilong,
-    Story,
-    answered,
-    read_stories,
-    tell,
-)
+from titans.tasks.babi import MOVES, PERSONS
+from titans.tasks.babilong import EXAMPLES, Babilong
 from titans.tasks.background import OWN, split_of, split_sentences
 from titans.tasks.base import SPLITS, Example, example
 
@@ -31,40 +21,11 @@ BYTES = byte_tokenizer()
 WORDS = train_tokenizer([OWN] * 3, 700)
 FACT = re.compile(rf"(?:{'|'.join(PERSONS)}) [a-z ]+\.")
 
-STORY = """\
-1 Mary went to the kitchen.
-2 John moved to the office.
-3 Where is Mary? \tkitchen\t1
-4 Mary journeyed to the garden.
-5 Where is John? \toffice\t2
-6 Where is Mary? \tgarden\t4
-"""
-
 
 def _text(drawn: Example, tokenizer: Any = BYTES) -> tuple[str, str, str]:
     """What stands before the context, the context, and what follows it."""
     before, _, context = tokenizer.decode(drawn.tokens[: drawn.boundary]).partition("<context>\n")
     return before, context, tokenizer.decode(drawn.tokens[drawn.boundary :])
-
-
-def _answer(facts: list[str], question: str) -> str:
-    """What is where by the words of the facts alone: a second telling, from the reader's side."""
-    where: dict[str, str] = {}
-    has: dict[str, set[str]] = {}
-    for fact in facts:
-        words = fact.rstrip(".").split()
-        person, target = words[0], words[-1]
-        if target in PLACES:
-            where.update(dict.fromkeys({person, *has.get(person, ())}, target))
-        elif words[1] in ("got", "took", "grabbed", "picked"):
-            assert where.get(target, where[person]) == where[person] and not any(
-                target in held for held in has.values()
-            )
-            has.setdefault(person, set()).add(target)
-            where[target] = where[person]
-        else:
-            has[person].remove(target)
-    return where[question.rstrip("?").split()[-1]]
 
 
 def _data(path: Path, stories: int = 20, task: str = "qa1") -> str:
@@ -93,7 +54,7 @@ def _books(path: Path, sentences: int = 1000) -> str:
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=80, deadline=None)
-def test_a_sequence_has_its_length_its_facts_and_the_right_answer(
+def test_a_sequence_has_its_length_its_facts_and_the_rightanswer_to(
     task: str, tokenizer: Any, length: int, split: str, examples: int, seed: int
 ) -> None:
     drawn = Babilong(task=task, examples=examples).draw(random.Random(seed), {"length": length}, split, tokenizer)
@@ -102,7 +63,7 @@ def test_a_sequence_has_its_length_its_facts_and_the_right_answer(
     assert before.count("Example: ") == examples
     facts = FACT.findall(context)
     question, answer = re.fullmatch(r"\n</context>\nQuestion: (Where is .*\?)\nAnswer: ([a-z]+)", after).groups()  # type: ignore[union-attr]
-    assert answer == _answer(facts, question)
+    assert answer == answer_to(facts, question)
     assert tokenizer.decode(drawn.answers[0].wanted) == f" {answer}"
     assert [*drawn.answers[0].wanted] == drawn.tokens[drawn.answers[0].place :]
     assert split_of(" ".join([*facts, question])) == split
@@ -112,40 +73,6 @@ def test_a_sequence_has_its_length_its_facts_and_the_right_answer(
     first = own.index(rest[0])
     assert rest[:-1] == [own[(first + i) % len(own)] for i in range(len(rest) - 1)]
     assert own[(first + len(rest) - 1) % len(own)].startswith(rest[-1])
-
-
-@given(st.sampled_from(["qa1", "qa2"]), st.integers(0, 10**6))
-@settings(max_examples=150, deadline=None)
-def test_our_own_stories_are_answered_by_their_facts(task: str, seed: int) -> None:
-    story = tell(random.Random(seed), task)
-    assert story.answer == _answer([*story.facts], story.question)
-    assert story.answer in ANSWERS[task]
-
-
-@given(st.sampled_from(["qa1", "qa2"]), st.integers(0, 10**6))
-@settings(max_examples=150, deadline=None)
-def test_every_question_that_facts_answer_is_found(task: str, seed: int) -> None:
-    story = tell(random.Random(seed), task)
-    found = answered(story.facts, task)
-    assert story in found
-    assert all(other.answer == _answer([*story.facts], other.question) for other in found)
-    told = " ".join(story.facts)
-    named = [name for name in (PERSONS if task == "qa1" else THINGS) if name in told]
-    assert [other.question.rstrip("?").split()[-1] for other in found] == named
-
-
-def test_things_that_somebody_has_go_along_and_stay_where_they_are_left() -> None:
-    facts = ["Mary got the milk there.", "John moved to the office.", "Mary went to the kitchen.", "Nothing happens."]
-    assert [story.answer for story in answered(facts, "qa2")] == ["kitchen"]
-    facts += ["Mary put down the milk.", "Mary went back to the garden.", "John travelled to the kitchen."]
-    assert [story.answer for story in answered(facts, "qa2")] == ["kitchen"]
-    facts += ["John picked up the milk there.", "John journeyed to the bedroom."]
-    assert [story.answer for story in answered(facts, "qa2")] == ["bedroom"]
-    assert {story.question: story.answer for story in answered(facts, "qa1")} == {
-        "Where is John?": "bedroom",
-        "Where is Mary?": "garden",
-    }
-    assert answered(facts, "qa3") == []
 
 
 @given(task=st.sampled_from(["qa1", "qa2"]), length=st.integers(900, 2000), seed=st.integers(0, 10**6))
@@ -158,7 +85,7 @@ def test_a_training_sequence_may_ask_several_questions(task: str, length: int, s
     pairs = re.findall(r"\nQuestion: (Where is .*\?)\nAnswer: ([a-z]+)", after)
     assert 1 <= len(pairs) == len(drawn.answers) <= 3 and len({question for question, _ in pairs}) == len(pairs)
     for (question, answer), asked in zip(pairs, drawn.answers, strict=True):
-        assert answer == _answer(facts, question)
+        assert answer == answer_to(facts, question)
         wanted = [*asked.wanted]
         assert BYTES.decode(wanted) == f" {answer}"
         assert drawn.tokens[asked.place : asked.place + len(wanted)] == wanted
@@ -184,17 +111,6 @@ def test_no_question_of_the_test_is_asked_in_training(tmp_path: Path) -> None:
     assert not any("kitchen" in text and "office" in text for text in asked)
 
 
-def test_our_own_stories_are_of_many_kinds() -> None:
-    stories = [tell(random.Random(seed), "qa2") for seed in range(500)]
-    words = {word for story in stories for fact in story.facts for word in fact.split()}
-    assert {"got", "grabbed", "dropped", "discarded", "journeyed"} <= words
-    assert {story.answer for story in stories} == set(PLACES)
-    lengths = [len(story.facts) for story in stories]
-    assert min(lengths) == 3 and max(lengths) >= 20
-    moved_on = [story for story in stories if not any(story.answer in fact for fact in story.facts[-2:])]
-    assert len(moved_on) > 50  # the last place said is not always the answer
-
-
 def test_facts_stand_anywhere() -> None:
     shares = []
     for number in range(60):
@@ -210,30 +126,6 @@ def test_question_and_answer_are_cut_as_in_the_whole_text() -> None:
         whole = encode(WORDS, WORDS.decode(drawn.tokens))
         assert whole[drawn.boundary - len(drawn.tokens) :] == drawn.tokens[drawn.boundary :]
         assert whole[:300] == drawn.tokens[:300]
-
-
-def test_a_story_is_told_up_to_each_of_its_questions(tmp_path: Path) -> None:
-    file = tmp_path / "qa1_a_train.txt"
-    file.write_text(STORY + "1 Sandra moved to the hallway.\n2 Where is Sandra?\thallway\t1\n", encoding="utf-8")
-    mary, john, again = "Mary went to the kitchen.", "John moved to the office.", "Mary journeyed to the garden."
-    assert read_stories(file) == [
-        [
-            Story((mary, john), "Where is Mary?", "kitchen"),
-            Story((mary, john, again), "Where is John?", "office"),
-            Story((mary, john, again), "Where is Mary?", "garden"),
-        ],
-        [Story(("Sandra moved to the hallway.",), "Where is Sandra?", "hallway")],
-    ]
-
-
-@pytest.mark.parametrize(
-    "text", ["Mary went to the kitchen.\n", "2 Mary went to the kitchen.\n", STORY + "\nno number\n"]
-)
-def test_a_file_that_is_not_of_babi_is_refused_with_its_line(tmp_path: Path, text: str) -> None:
-    file = tmp_path / "qa1_a_train.txt"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=r"line \d of .* is '.*'; expected a number"):
-        read_stories(file)
 
 
 def test_every_fact_of_a_story_of_files_is_there(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titans.tasks.babi import Babi
 from titans.tasks.babilong import Babilong
 from titans.tasks.base import IGNORED, SPLITS, Answer, Example, Group, Task, WrongLengthError, example
 from titans.tasks.language import Lambada
@@ -20,7 +21,7 @@ __all__ = [
 ]  # fmt: skip
 
 _CLASSES: tuple[type[Task], ...] = (
-    NeedleNoise, NeedleEssay, NeedleWord, Babilong, Lambada, Phonebook, Recall, Reassigned, Retention, MQAR,
+    NeedleNoise, NeedleEssay, NeedleWord, Babi, Babilong, Lambada, Phonebook, Recall, Reassigned, Retention, MQAR,
     Parity, ModularAddition, S3, S5,
 )  # fmt: skip
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}
