@@ -20,6 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 WIDTH = 5.6  # inches: narrow, so that letters can still be read on a telephone
+BANDS = 4  # curves whose intervals are drawn when their runs are, too: more hide each other
 LETTER = 0.6  # width of a letter, as a share of its size
 SIZES = {"font.size": 13.0, "figure.titlesize": 14.0, "xtick.labelsize": 12.0, "ytick.labelsize": 12.0}
 STYLE = {**SIZES, "legend.fontsize": 12.0, "text.parse_math": False}  # a $ in a name is a $
@@ -34,7 +35,7 @@ class Curve:
     Attributes:
         name: for the legend.
         values: one for each place on the axis.
-        lows, highs: ends of the interval of each value; empty: none is drawn.
+        lows, highs: ends of the interval of each value; empty: none is drawn, nor with many curves of several runs.
         runs: the values of each run, drawn thin; empty: the values are those of a single run.
         style: chooses colour and marker, the same in every figure of a report.
         trained_at: the place on the axis that it was trained at.
@@ -81,7 +82,7 @@ def plot_lines(
         for curve in curves:
             for run in curve.runs:
                 axes.plot(places, _gaps(run), color=curve.colour, linewidth=0.8, alpha=0.5)
-            if curve.lows and curve.highs:
+            if curve.lows and curve.highs and not (curve.runs and len(curves) > BANDS):
                 axes.fill_between(places, _gaps(curve.lows), _gaps(curve.highs), color=curve.colour, alpha=0.15, lw=0)
             (line,) = axes.plot(places, _gaps(curve.values), linewidth=2.4, markersize=6, clip_on=False, **curve.line)
             handles[_legend_name(curve, handles)] = line
