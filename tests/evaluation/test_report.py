@@ -447,6 +447,15 @@ def test_many_curves_show_their_runs_and_no_bands(curves: int, runs: int, bands:
     assert len(drawn[0].lines) == curves * (1 + runs)
 
 
+def test_bands_are_only_spoken_of_where_they_are(drawn: list[Axes]) -> None:
+    few, more = (
+        result_sections([{**many()[seed], "model": {"name": f"m{i}"}} for i in range(models) for seed in (0, 1)])
+        for models in (2, 5)
+    )
+    assert "Bands are 95% intervals." in str(few) and "Thin lines are runs" in str(few)
+    assert "Bands are 95% intervals." not in str(more) and "Thin lines are runs" in str(more)
+
+
 def test_a_line_stops_where_there_is_no_value_but_the_axis_does_not(drawn: list[Axes]) -> None:
     plot_lines([1, 2, 4], [Curve("a", [0.5, 0.6, None])], "t", "x", "y", percent=True)
     assert [math.isnan(y) for y in drawn[0].lines[0].get_ydata()] == [False, False, True]

@@ -139,6 +139,48 @@ def test_in_training_every_fact_may_be_followed_by_a_question(task: str, length:
 
 
 @pytest.mark.parametrize("task", ["qa1", "qa2"])
+def test_many_facts_are_followed_by_a_question(task: str) -> None:
+    drawn = [example(Babi(task=task), "train", 0, number, 600, BYTES) for number in range(40)]
+    assert sum(len(each.answers) for each in drawn) > 100
+    assert example(Babi(task=task), "train", 0, 3, 600, BYTES) == drawn[3]
+
+
+@pytest.mark.parametrize("task", ["qa1", "qa2"])
+def test_every_number_of_facts_of_a_task_can_be_tested(task: str) -> None:
+    groups = Babi(task=task).groups()
+    assert len(groups) == 5
+    for group in groups:
+        example(Babi(task=task), "test", 0, 0, group, BYTES)
+
+
+def test_numbers_of_facts_are_those_of_the_files(tmp_path: Path) -> None:
+    (tmp_path / "qa1_a_train.txt").write_text(STORY, encoding="utf-8")
+    assert Babi(data=str(tmp_path)).facts == (2, 3)
+    with pytest.raises(ValueError, match=r"^facts is 4; expected a number that stories of qa1 have$"):
+        Babi(data=str(tmp_path), facts=(2, 4))
+
+
+def test_no_question_of_the_test_is_asked_in_training(tmp_path: Path) -> None:
+    (tmp_path / "qa1_a_train.txt").write_text(STORY, encoding="utf-8")
+    (tmp_path / "qa1_a_test.txt").write_text(
+        "1 Mary went to the kitchen.\n2 John moved to the office.\n3 Where is John?\toffice\t2\n", encoding="utf-8"
+    )
+    drawn = [example(Babi(data=str(tmp_path)), "train", 0, number, 400, BYTES) for number in range(40)]
+    asked = [LINE.findall(BYTES.decode(each.tokens)) for each in drawn]
+    after_two = [lines[i + 1][1] for lines in asked for i in range(len(lines) - 1) if "office" in lines[i][0]]
+    assert "Where is Mary?" in after_two
+    assert "Where is John?" not in after_two
+
+
+def test_files_with_other_words_are_asked_what_they_ask(tmp_path: Path) -> None:
+    (tmp_path / "qa1_a_train.txt").write_text(
+        "1 John went to the kitchen.\n2 John hurried to the garden.\n3 Where is John?\tgarden\t2\n", encoding="utf-8"
+    )
+    text = BYTES.decode(example(Babi(data=str(tmp_path)), "train", 0, 0, 400, BYTES).tokens)
+    assert text == " John went to the kitchen. John hurried to the garden.\nQuestion: Where is John?\nAnswer: garden"
+
+
+@pytest.mark.parametrize("task", ["qa1", "qa2"])
 def test_a_test_asks_once_after_so_many_facts(task: str) -> None:
     for number, group in enumerate(Babi(task=task, facts=(3, 7)).groups()):
         drawn = example(Babi(task=task), "test", 0, number, group, BYTES)
@@ -165,5 +207,8 @@ def test_lengths_and_numbers_that_no_story_has_are_refused() -> None:
         example(Babi(longest=256), "train", 0, 0, 300, BYTES)
     with pytest.raises(ValueError, match=r"^facts is 99; expected a number that stories of qa1 have$"):
         example(Babi(), "test", 0, 0, {"facts": 99}, BYTES)
+    for longest in (0, -3, 2.5, "x", True):
+        with pytest.raises(ValueError, match=r"^longest is .*; expected a whole number of at least 1, or none$"):
+            Babi(longest=longest)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^facts is \(0,\); expected one or more whole numbers of at least 1$"):
         Babi(facts=(0,))

@@ -54,7 +54,7 @@ def _books(path: Path, sentences: int = 1000) -> str:
     seed=st.integers(0, 10**6),
 )
 @settings(max_examples=80, deadline=None)
-def test_a_sequence_has_its_length_its_facts_and_the_rightanswer_to(
+def test_a_sequence_has_its_length_its_facts_and_the_right_answer(
     task: str, tokenizer: Any, length: int, split: str, examples: int, seed: int
 ) -> None:
     drawn = Babilong(task=task, examples=examples).draw(random.Random(seed), {"length": length}, split, tokenizer)

@@ -60,6 +60,11 @@ class Curve:
         return {"color": self.colour, "marker": MARKERS[self.style % len(MARKERS)], "linestyle": dashes}
 
 
+def has_band(curve: Curve, curves: Sequence[Curve]) -> bool:
+    """Whether the intervals of a curve are drawn among others."""
+    return bool(curve.lows and curve.highs) and not (curve.runs and len(curves) > BANDS)
+
+
 def plot_lines(
     places: Sequence[float],
     curves: Sequence[Curve],
@@ -82,7 +87,7 @@ def plot_lines(
         for curve in curves:
             for run in curve.runs:
                 axes.plot(places, _gaps(run), color=curve.colour, linewidth=0.8, alpha=0.5)
-            if curve.lows and curve.highs and not (curve.runs and len(curves) > BANDS):
+            if has_band(curve, curves):
                 axes.fill_between(places, _gaps(curve.lows), _gaps(curve.highs), color=curve.colour, alpha=0.15, lw=0)
             (line,) = axes.plot(places, _gaps(curve.values), linewidth=2.4, markersize=6, clip_on=False, **curve.line)
             handles[_legend_name(curve, handles)] = line

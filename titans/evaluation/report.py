@@ -15,7 +15,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titans.evaluation.plots import Curve, plot_bars, plot_heat, plot_lines, short_number
+from titans.evaluation.plots import Curve, has_band, plot_bars, plot_heat, plot_lines, short_number
 from titans.files import write_atomically
 
 if TYPE_CHECKING:
@@ -642,8 +642,10 @@ def _task_section(task: _Task) -> Section:
     y_label = f"{task.measure}, {'higher' if task.higher else 'lower'} is better"
     about = f"{task.title}: {task.measure}, by {first.label}"
     notes = []
-    if any(curve.lows for curve in curves):
-        notes.append("Bands are 95% intervals." if first.numbers else "Whiskers are 95% intervals.")
+    if first.numbers and any(has_band(curve, curves) for curve in curves):
+        notes.append("Bands are 95% intervals.")
+    elif not first.numbers and any(curve.lows for curve in curves):
+        notes.append("Whiskers are 95% intervals.")
     if any(curve.runs for curve in curves):
         notes.append("Thin lines are runs, thick ones their mean." if first.numbers else "Dots are runs.")
     if len(shown) < len(task.series):

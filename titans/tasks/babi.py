@@ -10,7 +10,16 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 from titans.tasks.background import split_of, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
+from titans.tasks.base import (
+    Answer,
+    Example,
+    Group,
+    Task,
+    WrongLengthError,
+    check_longest,
+    require_at_most,
+    require_lengths,
+)
 
 PERSONS = ("Daniel", "John", "Mary", "Sandra")
 PLACES = ("bathroom", "bedroom", "garden", "hallway", "kitchen", "office")
@@ -32,8 +41,13 @@ class Story(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Of the stories whose questions can be answered here: the fewest and the most facts of our own, who or what is
-    asked for, and how."""
+    """Stories of a task whose questions are answered by rules here.
+
+    Attributes:
+        fewest, most: facts of a story of our own, which has more only if nothing was taken before.
+        asked: who or what a question may be about.
+        question: with a gap for that.
+    """
 
     fewest: int
     most: int
@@ -41,7 +55,7 @@ class Kind(NamedTuple):
     question: str
 
 
-FACTS = {"qa1": Kind(2, 10, PERSONS, "Where is {}?"), "qa2": Kind(3, 20, THINGS, "Where is the {}?")}
+KINDS = {"qa1": Kind(2, 10, PERSONS, "Where is {}?"), "qa2": Kind(3, 20, THINGS, "Where is the {}?")}
 
 
 @dataclass(frozen=True)
@@ -60,7 +74,7 @@ class StoryTask(Task):
     def __post_init__(self) -> None:
         if self.task not in ANSWERS:
             raise ValueError(f"task is {self.task!r}; expected one of {', '.join(ANSWERS)}")
-        if self.data is None and self.task not in FACTS:
+        if self.data is None and self.task not in KINDS:
             raise ValueError(f"task is {self.task!r} without data; expected a folder of bAbI files, or one of qa1, qa2")
         if self.data is not None and not _files(self.data, self.task, "*"):
             raise ValueError(
@@ -82,10 +96,22 @@ class StoryTask(Task):
                 return story
 
     def belongs(self, story: Story, split: str) -> bool:
-        """Whether a question about facts may be asked in a split: those of the test are asked in no other."""
+        """Whether a question about facts may be asked in a split: those of the test are asked in no other.
+
+        Train and validation may share the question of a story of a file that begins alike.
+        """
         if self.data is None:
             return split_of(" ".join([*story.facts, story.question])) == split
         return split == "test" or story not in _tested(self.data, self.task)
+
+    def answered(self, story: Story, split: str, number: int | None = None) -> list[Story]:
+        """All that may be asked in a split about the first facts of a story, or about all of them.
+
+        Nothing, if the rules do not even answer the story's own question: its file has other words than bAbI's.
+        """
+        if story not in answered(story.facts, self.task):
+            return []
+        return [other for other in answered(story.facts[:number], self.task) if self.belongs(other, split)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +119,7 @@ class Babi(StoryTask):
     """A story and a question at its end; in training, one after every fact.
 
     Attributes:
-        facts: of the stories of a test.
+        facts: of the stories of a test; none given: five numbers that stories of the task have.
         longest: in training, the longest sequences that it draws; where longer ones are wanted it leaves them to the
             tasks beside it. None: of any length.
     """
@@ -102,12 +128,26 @@ class Babi(StoryTask):
     title: ClassVar[str] = "Questions about a short story (bAbI)"
     source: ClassVar[str] = "bAbI (arXiv 1502.05698)"
     axes: ClassVar[tuple[str, ...]] = ("facts",)
-    facts: tuple[int, ...] = (2, 4, 6, 8, 10)
+    facts: tuple[int, ...] = ()
     longest: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_longest(self.longest)
+        if not self.facts:
+            object.__setattr__(self, "facts", tuple(_spread(sorted(self._numbers()))))
         require_lengths("facts", self.facts, 1)
+        unknown = sorted(set(self.facts) - self._numbers())
+        if unknown:
+            raise ValueError(f"facts is {unknown[0]}; expected a number that stories of {self.task} have")
+
+    def _numbers(self) -> set[int]:
+        """How many facts the stories of a test have."""
+        if self.data is None:
+            kind = KINDS[self.task]
+            return set(range(kind.fewest, kind.most + 1))
+        split = "test" if _files(self.data, self.task, "test") else "train"
+        return {len(story.facts) for story in _stories(self.data, self.task, split)}
 
     def groups(self) -> list[dict[str, Any]]:
         """Each number of facts."""
@@ -115,22 +155,29 @@ class Babi(StoryTask):
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """A story that fits into the length."""
-        if self.longest is not None and length > self.longest:
-            raise WrongLengthError(f"length is {length}; expected at most {self.longest}, the longest of {self.name}")
+        require_at_most(self.longest, length, self.name)
         return {"length": length}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
         """A story with the group's number of facts, or as much of one as fits into the group's length."""
+        if "facts" in group:
+            return self._written(rng, self._story_of(rng, split, group["facts"]), None, split, tokenizer)
         for _ in range(TRIES):
-            story = self.story(rng, split)
-            if "facts" in group and len(story.facts) != group["facts"]:
-                continue
-            found = self._written(rng, story, group.get("length"), split, tokenizer)
+            found = self._written(rng, self.story(rng, split), group["length"], split, tokenizer)
             if found.answers:
                 return found
-        if "facts" in group:
-            raise ValueError(f"facts is {group['facts']}; expected a number that stories of {self.task} have")
         raise WrongLengthError(f"length is {group['length']}; expected room for a fact of {self.task} and a question")
+
+    def _story_of(self, rng: random.Random, split: str, facts: int) -> Story:
+        """A story of a split with so many facts."""
+        found = []
+        if self.data is not None:
+            found = [story for story in _stories(self.data, self.task, split) if len(story.facts) == facts]
+        if not found and (self.data is not None or facts not in self._numbers()):
+            raise ValueError(f"facts is {facts}; expected a number that stories of {self.task} have")
+        while not found:
+            found = [story for story in [self.story(rng, split)] if len(story.facts) == facts]
+        return rng.choice(found)
 
     def _written(self, rng: random.Random, story: Story, room: int | None, split: str, tokenizer: Any) -> Example:
         """A story with its question, or with one after each of the facts that there is room for."""
@@ -142,7 +189,9 @@ class Babi(StoryTask):
             waiting += writer.write(f" {fact}")
             asked = [story] if number == len(story.facts) else []
             if room is not None:
-                asked += [other for other in answered(story.facts[:number], self.task) if self.belongs(other, split)]
+                asked += self.answered(story, split, number)
+                if len(tokens) + len(waiting) > room:
+                    break
             if not asked:
                 continue
             chosen = rng.choice(asked)
@@ -163,7 +212,7 @@ def ask_for(story: Story) -> str:
 
 def tell(rng: random.Random, task: str) -> Story:
     """A story of our own in the manner of bAbI: qa1 asks for a person, qa2 for a thing that somebody has taken."""
-    kind = FACTS[task]
+    kind = KINDS[task]
     number = rng.randint(kind.fewest, kind.most)
     where: dict[str, str] = {}  # persons, and things that somebody has taken: those alone are asked for
     holder: dict[str, str] = {}
@@ -195,7 +244,7 @@ def answered(facts: Sequence[str], task: str) -> list[Story]:
 
     Persons go where they are said to go, what they have taken and not yet dropped goes with them.
     """
-    if task not in FACTS:
+    if task not in KINDS:
         return []
     where: dict[str, str] = {}
     holder: dict[str, str] = {}
@@ -209,7 +258,7 @@ def answered(facts: Sequence[str], task: str) -> list[Story]:
         elif action in MOVES:
             where[person] = target
         where.update({thing: where[owner] for thing, owner in holder.items() if owner in where})
-    kind = FACTS[task]
+    kind = KINDS[task]
     return [Story(tuple(facts), kind.question.format(name), where[name]) for name in kind.asked if name in where]
 
 
@@ -233,6 +282,11 @@ def read_stories(file: Path) -> list[list[Story]]:
         else:
             facts.append(sentence.strip())
     return stories
+
+
+def _spread(numbers: Sequence[int], many: int = 5) -> list[int]:
+    """So many of some numbers, from the first to the last."""
+    return sorted({numbers[round(i * (len(numbers) - 1) / (many - 1))] for i in range(many)})
 
 
 def _files(data: str, task: str, ending: str) -> list[Path]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, ClassVar
 
-from titans.tasks.babi import FACTS, TRIES, Story, StoryTask, answered, ask_for
-from titans.tasks.background import PARTS, WHOLE, text_files, writer_for
+from titans.tasks.babi import KINDS, TRIES, Story, StoryTask, ask_for
+from titans.tasks.background import PARTS, WHOLE, Writer, text_files, writer_for
 from titans.tasks.base import Answer, Example, Group, WrongLengthError, require_lengths
 
 _MOVED = "Some sentences of the text below say where people go"
@@ -80,7 +81,7 @@ class Babilong(StoryTask):
         require_lengths("lengths", self.lengths, 1)
         if not isinstance(self.examples, int) or not 0 <= self.examples <= len(EXAMPLES[self.task]):
             raise ValueError(f"examples is {self.examples}; expected 0 to {len(EXAMPLES[self.task])}")
-        most = len(FACTS[self.task].asked) if self.task in FACTS else 1
+        most = len(KINDS[self.task].asked) if self.task in KINDS else 1
         if not isinstance(self.questions, int) or not 1 <= self.questions <= most:
             raise ValueError(f"questions is {self.questions}; expected 1 to {most} for {self.task}")
 
@@ -89,7 +90,7 @@ class Babilong(StoryTask):
         return [{"length": length} for length in self.lengths]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """That length, with as many questions as fit of a number up to ``questions``."""
+        """That length, with as many questions as fit, up to ``questions``."""
         return {"length": length} if self.questions == 1 else {"length": length, "at_most": self.questions}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
@@ -97,17 +98,16 @@ class Babilong(StoryTask):
         length = group["length"]
         writer = writer_for(tokenizer)
         start = writer.begin(self._instruction())
-        sizes = []
-        for _ in range(TRIES):
+        least = len(start) + _least(self, writer, split)
+        for _ in range(TRIES if least <= length else 0):
             story = self.story(rng, split)
-            facts = [writer.write(f" {fact}") for fact in story.facts]
-            asked = [writer.ask(f"\n</context>{ask_for(story)}", f" {story.answer}")]
-            sizes.append(len(start) + sum(map(len, facts)) + sum(map(len, asked[0])))
-            if sizes[-1] <= length:
+            facts, question = _cut(story, writer)
+            room = length - len(start) - sum(map(len, facts)) - sum(map(len, question))
+            if room >= 0:
                 break
         else:
-            raise WrongLengthError(f"length is {length}; expected at least {min(sizes)} for the facts of {self.task}")
-        room = length - sizes[-1]
+            raise WrongLengthError(f"length is {length}; expected at least {least} for the facts of {self.task}")
+        asked = [question]
         for other in self._others(rng, story, split, group.get("at_most", 1) - 1):
             more = writer.ask(ask_for(other), f" {other.answer}")
             if sum(map(len, more)) <= room:
@@ -122,9 +122,9 @@ class Babilong(StoryTask):
             done = place
         context += text[done:].tolist()
         tokens, answers = list(context), []
-        for question, answer in asked:
-            answers.append(Answer(len(tokens) + len(question), tuple(answer)))
-            tokens += question + answer
+        for words, answer in asked:
+            answers.append(Answer(len(tokens) + len(words), tuple(answer)))
+            tokens += words + answer
         return Example(tokens, answers, boundary=len(context))
 
     def _instruction(self) -> str:
@@ -135,5 +135,19 @@ class Babilong(StoryTask):
         """Up to so many other questions that the facts of a story answer."""
         if not many:
             return []
-        others = [other for other in answered(story.facts, self.task) if other.question != story.question]
-        return [other for other in rng.sample(others, len(others)) if self.belongs(other, split)][:many]
+        others = [other for other in self.answered(story, split) if other.question != story.question]
+        return rng.sample(others, len(others))[:many]
+
+
+def _cut(story: Story, writer: Writer) -> tuple[list[list[int]], tuple[list[int], list[int]]]:
+    """The tokens of each fact of a story, and of its question and answer."""
+    facts = [writer.write(f" {fact}") for fact in story.facts]
+    return facts, writer.ask(f"\n</context>{ask_for(story)}", f" {story.answer}")
+
+
+@lru_cache(maxsize=64)
+def _least(task: StoryTask, writer: Writer, split: str) -> int:
+    """The tokens of the shortest of many stories, with its question and answer."""
+    rng = random.Random(0)
+    cut = (_cut(task.story(rng, split), writer) for _ in range(TRIES))
+    return min(sum(map(len, facts)) + sum(map(len, question)) for facts, question in cut)

@@ -123,6 +123,18 @@ def example(task: Task, split: str, seed: int, number: int, group: Group | int, 
     return task.draw(rng, chosen, split, tokenizer)
 
 
+def check_longest(longest: int | None) -> None:
+    """Raises a ``ValueError`` unless the longest sequence that a task draws is None or a whole number from 1 on."""
+    if longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):
+        raise ValueError(f"longest is {longest!r}; expected a whole number of at least 1, or none")
+
+
+def require_at_most(longest: int | None, length: int, name: str) -> None:
+    """Leaves a longer sequence than that to the tasks beside one: raises a ``WrongLengthError``."""
+    if longest is not None and length > longest:
+        raise WrongLengthError(f"length is {length}; expected at most {longest}, the longest of {name}")
+
+
 def require_lengths(name: str, lengths: Sequence[int], least: int) -> None:
     """Raises a ``ValueError`` unless ``lengths`` are one or more whole numbers of at least ``least``."""
     if not lengths or not all(isinstance(length, int) and length >= least for length in lengths):

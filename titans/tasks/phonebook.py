@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titans.tasks.background import draw_of_split, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
+from titans.tasks.base import (
+    Answer,
+    Example,
+    Group,
+    Task,
+    WrongLengthError,
+    check_longest,
+    require_at_most,
+    require_lengths,
+)
 from titans.tasks.needle import ADJECTIVES, NOUNS, check_digits, draw_name, draw_number, share_of_numbers
 
 NAMES = len(ADJECTIVES) * len(NOUNS)
@@ -38,6 +47,7 @@ class Phonebook(Task):
 
     def __post_init__(self) -> None:
         check_digits(self.digits)
+        check_longest(self.longest)
         require_lengths("entries", self.entries, 1)
         if max(self.entries) > NAMES:
             raise ValueError(f"entries is {self.entries}; expected at most {NAMES:,} each, as there are names")
@@ -53,8 +63,7 @@ class Phonebook(Task):
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """A book of any size that fits into the length."""
-        if self.longest is not None and length > self.longest:
-            raise WrongLengthError(f"length is {length}; expected at most {self.longest}, the longest of {self.name}")
+        require_at_most(self.longest, length, self.name)
         return {"length": length, "share": rng.random()}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
