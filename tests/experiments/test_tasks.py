@@ -85,6 +85,18 @@ def test_an_experiment_trains_tests_and_reports_and_does_nothing_twice(here: lis
         run_tasks(replace(EXPERIMENT, train={**EXPERIMENT.train, "batch_tokens": 32}), tmp_path)
 
 
+def test_an_experiment_can_begin_with_the_models_of_another(here: list[str], tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    begun = replace(EXPERIMENT.only(["window"]), start=first, train={**EXPERIMENT.train, "learning_rate": 1e-9})
+    said = r"^start is .*first, which has no trained window-0; expected the folder of an experiment$"
+    with pytest.raises(ValueError, match=said):
+        run_tasks(begun, second)
+    before = run_tasks(EXPERIMENT.only(["window"]), first)["results"][0]
+    after = run_tasks(begun, second)["results"][0]
+    assert after["model"]["name"] == "window"
+    assert after["training"]["eval_loss"] == pytest.approx(before["training"]["eval_loss"], rel=1e-4)
+
+
 def test_a_run_that_diverged_does_not_cost_the_report(here: list[str], tmp_path: Path) -> None:
     one = EXPERIMENT.only(["window"])
     (job,) = one.jobs(tmp_path)

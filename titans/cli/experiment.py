@@ -223,6 +223,9 @@ def _task_command(name: str, about: str) -> None:
         train: Annotated[
             list[str], typer.Option("--train", help="Of the training, FIELD=VALUE, such as steps=400; may be repeated.")
         ] = [],  # noqa: B006
+        start: Annotated[
+            Path | None, typer.Option(help="Folder of an experiment whose trained models these runs begin with.")
+        ] = None,
         at_a_time: AtATime = 2,
         quick: Quick = False,
     ) -> None:
@@ -237,7 +240,7 @@ def _task_command(name: str, about: str) -> None:
             experiment = replace(EXPERIMENTS[name](pairs(setting, "--set")), seeds=numbers(seeds, "--seeds")).only(
                 names(models)
             )
-            experiment = replace(experiment, train={**experiment.train, **pairs(train, "--train")})
+            experiment = replace(experiment, train={**experiment.train, **pairs(train, "--train")}, start=start)
             with bar() as move:
                 report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, _command())
         except (ValueError, TypeError) as error:

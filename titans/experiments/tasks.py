@@ -32,6 +32,8 @@ class TaskExperiment:
         tests: what each trained model is given.
         controls: what those of our models that write into a memory are given besides.
         seeds: one run of every model for each.
+        start: folder of an experiment whose models these runs begin with, each with that of its label and seed; None:
+            they begin at random.
     """
 
     name: str
@@ -42,6 +44,7 @@ class TaskExperiment:
     tests: Sequence[Exam]
     controls: Sequence[Exam] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
+    start: Path | None = None
 
     def __post_init__(self) -> None:
         if not self.rows or not self.seeds:
@@ -68,10 +71,19 @@ class TaskExperiment:
         for seed in self.seeds:
             for label, model in self.rows.items():
                 folder = run_folder(out, label, seed)
-                config = TrainConfig(model=dict(model), output=str(folder), seed=seed, **self.train)
+                begun = dict(model) if self.start is None else {"pretrained": _trained(self.start, label, seed)}
+                config = TrainConfig(model=begun, output=str(folder), seed=seed, **self.train)
                 tampered = self.controls if model["name"] in VARIANTS and model.get("memory_writes", True) else ()
                 made.append(Job(config, (*self.tests, *tampered)))
         return made
+
+
+def _trained(start: Path, label: str, seed: int) -> str:
+    """The folder of a model that another experiment has trained."""
+    folder = run_folder(start, label, seed)
+    if not (folder / RESULT).is_file():
+        raise ValueError(f"start is {start}, which has no trained {folder.name}; expected the folder of an experiment")
+    return str(folder)
 
 
 def _shortened(test: Exam) -> Exam:
