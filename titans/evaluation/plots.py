@@ -20,7 +20,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 WIDTH = 5.6  # inches: narrow, so that letters can still be read on a telephone
-BANDS = 4  # curves whose intervals are drawn when their runs are, too: more hide each other
+BANDS = 3  # curves whose intervals are drawn when their runs are, too: more hide each other
 LETTER = 0.6  # width of a letter, as a share of its size
 SIZES = {"font.size": 13.0, "figure.titlesize": 14.0, "xtick.labelsize": 12.0, "ytick.labelsize": 12.0}
 STYLE = {**SIZES, "legend.fontsize": 12.0, "text.parse_math": False}  # a $ in a name is a $
@@ -291,7 +291,8 @@ def _number_axis(axes: Axes, places: Sequence[float], others: set[float]) -> Non
         axes.set_xscale("log", base=2)
         scaled = [math.log2(place) for place in places]
         limits = (low / (high / low) ** 0.04, high * (high / low) ** 0.04)
-    axes.set_xlim(limits)  # all of them, though the last may have no value
+    if low < high:
+        axes.set_xlim(limits)  # all of them, though the last may have no value
     kept = thin(scaled)
     axes.set_xticks([places[index] for index in kept], [short_number(places[index]) for index in kept])
     axes.xaxis.set_minor_locator(NullLocator())

@@ -130,6 +130,7 @@ def decay_section(rows: Sequence[Row]) -> Section:
         "returns to the memory's start."
     )
     writes = sorted({row["writes"] for row in rows})
+    places = [count for count in writes if count]  # the axis is a logarithm, which has no place for none
     lines: list[list[str]] = []
     curves: list[Curve] = []
     for alpha, eta in dict.fromkeys((row["alpha"], row["eta"]) for row in rows):
@@ -137,11 +138,8 @@ def decay_section(rows: Sequence[Row]) -> Section:
         label = f"forgetting {alpha:g}" + (f", momentum {eta:g}" if eta else "")
         lines.append([label, *(f"{left[count]:.3f}" for count in writes)])
         if not eta:
-            curves.append(Curve(label, [left[count] for count in writes], style=len(curves)))
+            curves.append(Curve(label, [left[count] for count in places], style=len(curves)))
     table = Table(["memory", *(f"after {count:,}" for count in writes)], lines, "Share of the value that is read.")
-    places = [max(count, 0.5) for count in writes]  # the axis is a logarithm
     png = plot_lines(places, curves, "What is left of an association", "pairs written after it", "share that is read")
-    figure = Figure(
-        "decay", png, "Share of a value that is left after more writes", "Without momentum; 0.5 stands for none."
-    )
+    figure = Figure("decay", png, "Share of a value that is left after more writes", "Without momentum.")
     return Section("How long it holds it", [about], [table], [figure])
