@@ -316,7 +316,7 @@ def interrupt(process: subprocess.Popen[bytes]) -> tuple[bytes, list[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="pipes have another size elsewhere")
-@pytest.mark.parametrize("exists", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("exists", [False, True])
 def test_ctrl_c_while_reading_saves_nothing_and_says_so(exists: bool, folder: Path) -> None:
     import fcntl  # which only Unix has
 

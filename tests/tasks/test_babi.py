@@ -26,6 +26,14 @@ STORY = """\
 """
 
 
+def write_files_with_a_common_story(folder: Path) -> None:
+    """The test asks for John after the first two facts of the training story."""
+    (folder / "qa1_a_train.txt").write_text(STORY, encoding="utf-8")
+    (folder / "qa1_a_test.txt").write_text(
+        "1 Mary went to the kitchen.\n2 John moved to the office.\n3 Where is John?\toffice\t2\n", encoding="utf-8"
+    )
+
+
 def answer_to(facts: list[str], question: str) -> str:
     """What is where by the words of the facts alone: a second telling, from the reader's side."""
     where: dict[str, str] = {}
@@ -161,10 +169,7 @@ def test_numbers_of_facts_are_those_of_the_files(tmp_path: Path) -> None:
 
 
 def test_no_question_of_the_test_is_asked_in_training(tmp_path: Path) -> None:
-    (tmp_path / "qa1_a_train.txt").write_text(STORY, encoding="utf-8")
-    (tmp_path / "qa1_a_test.txt").write_text(
-        "1 Mary went to the kitchen.\n2 John moved to the office.\n3 Where is John?\toffice\t2\n", encoding="utf-8"
-    )
+    write_files_with_a_common_story(tmp_path)
     drawn = [example(Babi(data=str(tmp_path)), "train", 0, number, 400, BYTES) for number in range(40)]
     asked = [LINE.findall(BYTES.decode(each.tokens)) for each in drawn]
     after_two = [lines[i + 1][1] for lines in asked for i in range(len(lines) - 1) if "office" in lines[i][0]]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.tasks.test_babi import STORY, answer_to
+from tests.tasks.test_babi import STORY, answer_to, write_files_with_a_common_story
 from titans.models.text import encode
 from titans.models.tokenizer import byte_tokenizer, train_tokenizer
 from titans.tasks.babi import MOVES, PERSONS
@@ -100,10 +100,7 @@ def test_several_questions_are_the_rule_and_a_test_asks_one() -> None:
 
 
 def test_no_question_of_the_test_is_asked_in_training(tmp_path: Path) -> None:
-    (tmp_path / "qa1_a_train.txt").write_text(STORY, encoding="utf-8")
-    (tmp_path / "qa1_a_test.txt").write_text(
-        "1 Mary went to the kitchen.\n2 John moved to the office.\n3 Where is John?\toffice\t2\n", encoding="utf-8"
-    )
+    write_files_with_a_common_story(tmp_path)
     task = Babilong(data=str(tmp_path), questions=4)
     asked = {_text(example(task, "train", 0, number, 1500, BYTES))[2] for number in range(60)}
     assert any("garden" in text and "office" in text for text in asked)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from titans.evaluation.score import CONTROLS
@@ -41,13 +41,22 @@ CHUNKS = [{"memory_mode": "chunked", "memory_chunk_size": size} for size in (4, 
 Make = Callable[[Mapping[str, Any]], TaskExperiment]  # settings of the tasks, such as where their texts are
 
 
+def _tested(settings: Mapping[str, Any], trained_on: str, training: Sequence[str]) -> dict[str, Any]:
+    """The settings of a test: without those of a task that is only trained on, and others that are for training."""
+    return {
+        name: value
+        for name, value in settings.items()
+        if not name.startswith(f"{trained_on}.") and name not in training
+    }
+
+
 def needle(settings: Mapping[str, Any]) -> TaskExperiment:
     """S-NIAH. What a number is looked up by is learned from short phone books, which ask more often, and kept alive by
     up to four needles a text; a price on writing keeps the rest of a long text out of the memory."""
     tasks = ("needle-noise", "needle-essay")
     names = ("mac", "lmm", "mag", "mal", "gated-deltanet", "sliding-window")
     task = {"phonebook.longest": 256, "needles": 4, **settings}
-    asked = {name: value for name, value in settings.items() if not name.startswith("phonebook.") and name != "needles"}
+    asked = _tested(settings, "phonebook", ("needles",))
     train = {
         **SCHEDULE, "data": f"task:{','.join(tasks)},phonebook", "task": task, "tokenizer": "bytes", "length": 1024,
         "shortest": 64, "growth": 0.6, "batch_tokens": 2048, "steps": 1500, "write_cost": 1.0, "eval_tokens": 32768,
@@ -74,8 +83,7 @@ def babilong(settings: Mapping[str, Any]) -> TaskExperiment:
     task = settings.get("task", "qa1")
     kind = KINDS.get(str(task))  # of stories that can be asked more than their files do
     more = {"questions": len(kind.asked), "babi.longest": 256} if kind else {}
-    asked = {name: value for name, value in settings.items() if name not in ("longest", "facts", "questions")}
-    asked = {name: value for name, value in asked.items() if not name.startswith("babi.")}
+    asked = _tested(settings, "babi", ("longest", "facts", "questions"))
     train = {
         **SCHEDULE, "data": "task:babilong,babi" if kind else "task:babilong", "task": more | dict(settings),
         "tokenizer": "bytes", "length": 1024, "shortest": 128 if kind else 512, "growth": 0.6,

@@ -16,6 +16,7 @@ from titans.tasks.base import (
     Group,
     Task,
     WrongLengthError,
+    append_question,
     check_longest,
     require_at_most,
     require_lengths,
@@ -104,14 +105,13 @@ class StoryTask(Task):
             return split_of(" ".join([*story.facts, story.question])) == split
         return split == "test" or story not in _tested(self.data, self.task)
 
-    def answered(self, story: Story, split: str, number: int | None = None) -> list[Story]:
-        """All that may be asked in a split about the first facts of a story, or about all of them.
+    def understands(self, story: Story) -> bool:
+        """Whether our rules answer a story's own question; not, if its file has other words than bAbI's."""
+        return story in answered(story.facts, self.task)
 
-        Nothing, if the rules do not even answer the story's own question: its file has other words than bAbI's.
-        """
-        if story not in answered(story.facts, self.task):
-            return []
-        return [other for other in answered(story.facts[:number], self.task) if self.belongs(other, split)]
+    def answered(self, facts: Sequence[str], split: str) -> list[Story]:
+        """All that our rules answer about facts, and that may be asked in a split."""
+        return [story for story in answered(facts, self.task) if self.belongs(story, split)]
 
 
 @dataclass(frozen=True)
@@ -170,13 +170,14 @@ class Babi(StoryTask):
 
     def _story_of(self, rng: random.Random, split: str, facts: int) -> Story:
         """A story of a split with so many facts."""
-        found = []
-        if self.data is not None:
-            found = [story for story in _stories(self.data, self.task, split) if len(story.facts) == facts]
-        if not found and (self.data is not None or facts not in self._numbers()):
+        if self.data is None and facts in self._numbers():
+            while len((story := self.story(rng, split)).facts) != facts:
+                pass
+            return story
+        stories = [] if self.data is None else _stories(self.data, self.task, split)
+        found = [story for story in stories if len(story.facts) == facts]
+        if not found:
             raise ValueError(f"facts is {facts}; expected a number that stories of {self.task} have")
-        while not found:
-            found = [story for story in [self.story(rng, split)] if len(story.facts) == facts]
         return rng.choice(found)
 
     def _written(self, rng: random.Random, story: Story, room: int | None, split: str, tokenizer: Any) -> Example:
@@ -185,23 +186,24 @@ class Babi(StoryTask):
         tokens, waiting = list(writer.opening), []
         answers: list[Answer] = []
         boundary = 0
+        after_each = room is not None and self.understands(story)
         for number, fact in enumerate(story.facts, 1):
             waiting += writer.write(f" {fact}")
+            if room is not None and len(tokens) + len(waiting) > room:
+                break
             asked = [story] if number == len(story.facts) else []
-            if room is not None:
-                asked += self.answered(story, split, number)
-                if len(tokens) + len(waiting) > room:
-                    break
+            if after_each:
+                asked += self.answered(story.facts[:number], split)
             if not asked:
                 continue
             chosen = rng.choice(asked)
             question, answer = writer.ask(ask_for(chosen), f" {chosen.answer}")
             if room is not None and len(tokens) + len(waiting) + len(question) + len(answer) > room:
                 break
-            boundary = len(tokens) + len(waiting)
-            answers.append(Answer(boundary + len(question), tuple(answer)))
-            tokens += waiting + question + answer
+            tokens += waiting
             waiting = []
+            boundary = len(tokens)
+            answers.append(append_question(tokens, question, answer))
         return Example(tokens, answers, boundary)
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from titans.tasks.babi import KINDS, TRIES, Story, StoryTask, ask_for
 from titans.tasks.background import PARTS, WHOLE, Writer, text_files, writer_for
-from titans.tasks.base import Answer, Example, Group, WrongLengthError, require_lengths
+from titans.tasks.base import Example, Group, WrongLengthError, append_question, require_lengths
 
 _MOVED = "Some sentences of the text below say where people go"
 _CARRIED = (
@@ -121,11 +121,9 @@ class Babilong(StoryTask):
             context += text[done:place].tolist() + fact
             done = place
         context += text[done:].tolist()
-        tokens, answers = list(context), []
-        for words, answer in asked:
-            answers.append(Answer(len(tokens) + len(words), tuple(answer)))
-            tokens += words + answer
-        return Example(tokens, answers, boundary=len(context))
+        boundary = len(context)
+        answers = [append_question(context, words, answer) for words, answer in asked]
+        return Example(context, answers, boundary)
 
     def _instruction(self) -> str:
         examples = "".join(f"Example: {example}\n" for example in EXAMPLES[self.task][: self.examples])
@@ -133,9 +131,9 @@ class Babilong(StoryTask):
 
     def _others(self, rng: random.Random, story: Story, split: str, many: int) -> list[Story]:
         """Up to so many other questions that the facts of a story answer."""
-        if not many:
+        if not many or not self.understands(story):
             return []
-        others = [other for other in self.answered(story, split) if other.question != story.question]
+        others = [other for other in self.answered(story.facts, split) if other.question != story.question]
         return rng.sample(others, len(others))[:many]
 
 

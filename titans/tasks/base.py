@@ -123,6 +123,14 @@ def example(task: Task, split: str, seed: int, number: int, group: Group | int, 
     return task.draw(rng, chosen, split, tokenizer)
 
 
+def append_question(tokens: list[int], question: Sequence[int], answer: Sequence[int]) -> Answer:
+    """Appends a question and what should follow it to a sequence; returns where that stands."""
+    tokens += question
+    asked = Answer(len(tokens), tuple(answer))
+    tokens += answer
+    return asked
+
+
 def check_longest(longest: int | None) -> None:
     """Raises a ``ValueError`` unless the longest sequence that a task draws is None or a whole number from 1 on."""
     if longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from titans.tasks.background import PARTS, WHOLE, Sentences, Writer, draw_of_split, text_files, writer_for
-from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
+from titans.tasks.base import Example, Group, Task, WrongLengthError, append_question, require_lengths
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INSTRUCTION = (
@@ -129,11 +129,8 @@ class Needle(Task):
             context += [*hay[done:spot].tolist(), *needle.sentence]
             done = spot
         tokens = context + hay[done:].tolist()
-        boundary, answers = len(tokens), []
-        for needle in needles:
-            tokens += needle.question
-            answers.append(Answer(len(tokens), tuple(needle.answer)))
-            tokens += needle.answer
+        boundary = len(tokens)
+        answers = [append_question(tokens, needle.question, needle.answer) for needle in needles]
         return Example(tokens, answers, boundary)
 
     def _needles(self, rng: random.Random, writer: Writer, split: str, codes: str, many: int) -> list[_Hidden]:

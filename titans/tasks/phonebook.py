@@ -8,11 +8,11 @@ from typing import Any, ClassVar
 
 from titans.tasks.background import draw_of_split, writer_for
 from titans.tasks.base import (
-    Answer,
     Example,
     Group,
     Task,
     WrongLengthError,
+    append_question,
     check_longest,
     require_at_most,
     require_lengths,
@@ -88,11 +88,8 @@ class Phonebook(Task):
         if "share" in group:
             lines = lines[: 1 + int(group["share"] * len(lines))]
         tokens = [*writer.opening, *(token for name, number in lines for token in (*name, *number))]
-        boundary, answers = len(tokens), []
-        for asked, wanted_number in rng.sample(lines, len(lines)):
-            tokens += asked
-            answers.append(Answer(len(tokens), tuple(wanted_number)))
-            tokens += wanted_number
+        boundary = len(tokens)
+        answers = [append_question(tokens, name, number) for name, number in rng.sample(lines, len(lines))]
         return Example(tokens, answers, boundary)
 
     def _number(self, rng: random.Random, split: str) -> str:
