@@ -25,10 +25,11 @@ demo: $(STAMPS)/demo ## watch the memory learn at test time
 test: $(STAMPS)/dev ## run the tests, except the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
 
-lint: $(STAMPS)/dev ## check style, formatting and types
+lint: $(STAMPS)/dev ## check style, formatting, types and the walls between packages
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy titans
+	$(BIN)/lint-imports
 
 bench: $(STAMPS)/bench ## measure the memory: speed and peak memory
 	@$(BIN)/titans bench memory $(ARGS)

@@ -7,8 +7,8 @@ import pytest
 
 from tests.cli.commands import run
 from titans import __version__
+from titans.bench import memory as memory_benchmark
 from titans.cli import main
-from titans.evaluation import memory_benchmark
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--dim", "16", "--heads", "2", "--chunk-size", "8", "--repeats", "1"]

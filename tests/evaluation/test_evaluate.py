@@ -15,9 +15,9 @@ from titans import TitansConfig, TitansForCausalLM
 from titans.evaluation import evaluate as module
 from titans.evaluation.evaluate import Evaluation, changed, evaluate, measure
 from titans.evaluation.harness import log_likelihoods
-from titans.evaluation.report import EVAL
-from titans.evaluation.statistics import bootstrap
+from titans.files import EVAL
 from titans.models.tokenizer import byte_tokenizer
+from titans.report.statistics import bootstrap
 from titans.tasks.language import Lambada
 
 FIELDS: dict[str, Any] = {

@@ -16,7 +16,7 @@ from titans.experiments.catalogue import recall
 from titans.experiments.depth import depth_table
 from titans.experiments.lm import LMExperiment, markdown, run_experiment, summarise_runs
 from titans.experiments.runs import Job
-from titans.training.config import RESULT
+from titans.files import RESULT
 from titans.training.prepare import prepare
 
 

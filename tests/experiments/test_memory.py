@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from titans.bench.model import ModelBenchmarkSettings
 from titans.cli import main
-from titans.evaluation.model_benchmark import ModelBenchmarkSettings
 from titans.experiments import memory, throughput
 
 

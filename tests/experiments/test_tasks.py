@@ -22,9 +22,10 @@ from titans.experiments import ON_TASKS, runs
 from titans.experiments.catalogue import EXPERIMENTS, PARTS
 from titans.experiments.runs import Exam, Job, main, run_jobs
 from titans.experiments.tasks import TaskExperiment, run_tasks
+from titans.files import RESULT
 from titans.models.baselines import NAMES
 from titans.tasks import make_task
-from titans.training.config import RESULT, TrainConfig
+from titans.training.config import TrainConfig
 
 FIELDS: dict[str, Any] = {
     "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "memory_heads": 1, "segment_size": 8,

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from titans.cli import app
 from titans.experiments import text_memory, text_tests
+from titans.experiments.locomo import read_locomo
 from titans.experiments.talks import HYBRID, KnownEncoder, Talk, join, judge, listen, measure, name_nearest
 from titans.experiments.text_memory import (
     ANOTHER,
@@ -31,7 +32,6 @@ from titans.experiments.text_memory import (
     train_voice,
 )
 from titans.text.encoder import TextEncoder
-from titans.text.locomo import read_locomo
 from titans.text.memory import Memory
 from titans.text.ranking import Eviction
 

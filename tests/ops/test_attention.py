@@ -365,7 +365,7 @@ def test_the_efficient_kernel_is_used(grows: bool) -> None:
 
 COST = """
 import json, statistics, time, torch
-from titans.evaluation.memory_benchmark import peak_growth
+from titans.bench.memory import peak_growth
 from titans.layers.attention import WindowAttention
 torch.set_num_threads(1)
 layer = WindowAttention(256, 4, 512)

@@ -72,7 +72,7 @@ def test_a_launcher_can_start_the_package_as_a_module() -> None:
     assert done.returncode == 2 and done.stderr.startswith("titans: Invalid value: output is empty")
 
 
-@pytest.mark.parametrize("word", ["configs/", "titans/", "tests/", "benchmarks/", "docs/"])
+@pytest.mark.parametrize("word", ["configs/", "titans/", "tests/", "docs/"])
 def test_files_that_the_page_of_training_names_are_there(word: str) -> None:
     text = (ROOT / "docs" / "training.md").read_text(encoding="utf-8")
     named = {part.strip("`.,:;()") for part in text.split() if part.strip("`(").startswith(word)}

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
 from titans.tasks import IGNORED
-from titans.training.data import CarriedRows, PackedRows, StreamedRows, TokenStore, collate
+from titans.tasks.prepared import TokenStore
+from titans.training.data import CarriedRows, PackedRows, StreamedRows, collate
 
 
 def documents(sizes: list[int]) -> list[list[int]]:

@@ -23,8 +23,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from titans.models.tokenizer import byte_tokenizer, save_tokenizer, train_tokenizer
+from titans.tasks.prepared import load_prepared
 from titans.training import shards
-from titans.training.prepare import Progress, load_prepared, prepare
+from titans.training.prepare import Progress, prepare
 from titans.training.sources import Reading, find_cut, find_sources, sample_texts
 
 EOS = 256  # of the byte tokenizer

@@ -18,10 +18,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start
 from titans import TitansForCausalLM
+from titans.tasks.prepared import TokenStore
 from titans.training import run, trainer
 from titans.training.build import make_model
 from titans.training.config import TrainConfig
-from titans.training.data import TokenStore
 from titans.training.run import train
 from titans.training.trainer import MemoryTrainer
 

@@ -46,7 +46,7 @@ def _run(
     """Say the notices, run with a bar of progress, print the report and write it."""
     from rich.console import Console
 
-    from titans.evaluation.benchmark import write_json
+    from titans.bench.timing import write_json
 
     for notice in notices:
         typer.echo(f"titans: {notice}", err=True)
@@ -87,7 +87,7 @@ def memory(
     json_path = _output(json_path, out_dir, "memory.json")
     plot_path = _picture(_output(plot_path, out_dir, "memory.png"))
 
-    from titans.evaluation import memory_benchmark
+    from titans.bench import memory as memory_benchmark
 
     try:
         settings = memory_benchmark.BenchmarkSettings(
@@ -151,7 +151,7 @@ def model(
     json_path = _output(json_path, out_dir, "model.json")
     plot_path = _picture(_output(plot_path, out_dir, "model.png"))
 
-    from titans.evaluation import model_benchmark
+    from titans.bench import model as model_benchmark
 
     try:
         settings = model_benchmark.ModelBenchmarkSettings(
@@ -209,8 +209,8 @@ def flops(
 
     from rich.console import Console
 
-    from titans.evaluation.benchmark import write_json
-    from titans.evaluation.flops import flops_report, print_report
+    from titans.bench.flops import flops_report, print_report
+    from titans.bench.timing import write_json
 
     fields = {"memory_chunk_size": chunk_size, "memory_first_order": first_order}
     if vocab_size is not None:

@@ -24,7 +24,7 @@ def demo(
     for package in ("transformers", "accelerate", "datasets", "yaml", "matplotlib"):
         require("the demonstration", package, "demo")
 
-    from titans.evaluation.demo import run_demo
+    from titans.experiments.demo import run_demo
 
     try:
         run_demo(out_dir, seeds=seed, quick=quick)

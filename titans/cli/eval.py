@@ -49,7 +49,7 @@ def evaluate(
 
     from titans.evaluation.evaluate import Evaluation
     from titans.evaluation.evaluate import evaluate as run
-    from titans.evaluation.report import print_tables, write_report
+    from titans.report.results import print_tables, write_report
 
     folder = out or (Path(model) / "eval" if Path(model).is_dir() else Path("eval") / Path(model).name)
     try:

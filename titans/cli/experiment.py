@@ -231,9 +231,9 @@ def _task_command(name: str, about: str) -> None:
     ) -> None:
         from rich.console import Console
 
-        from titans.evaluation.report import print_tables
         from titans.experiments.catalogue import EXPERIMENTS
         from titans.experiments.tasks import run_tasks
+        from titans.report.results import print_tables
 
         folder = _folder(out or Path("runs") / name, quick)
         try:

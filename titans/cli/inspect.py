@@ -32,9 +32,9 @@ def inspect(
         check_output(json_path)
     require("inspect", "transformers", "models")
 
-    from titans.evaluation.inspect import inspect_tokens, load_subject
-    from titans.evaluation.inspect_page import render_page, to_json
     from titans.files import write_atomically
+    from titans.inspection.inspect import inspect_tokens, load_subject
+    from titans.inspection.page import render_page, to_json
 
     try:
         subject = load_subject(model, seed)

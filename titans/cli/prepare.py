@@ -45,7 +45,7 @@ def prepare(
     """Tokenise text into a set on disk that `titans train` reads; if it is stopped, the same command goes on."""
     check_train_extra("prepare")
 
-    from titans.training.prepare import WORK
+    from titans.tasks.prepared import WORK
     from titans.training.prepare import prepare as run
     from titans.training.sources import Reading
 

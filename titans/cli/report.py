@@ -21,7 +21,7 @@ def report(
 
     from rich.console import Console
 
-    from titans.evaluation.report import PAGE, load_results, print_tables, write_report
+    from titans.report.results import PAGE, load_results, print_tables, write_report
 
     check_output(out / PAGE)
     try:

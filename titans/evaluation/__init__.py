@@ -1,1 +1,1 @@
-"""Tasks that show what a memory holds, benchmarks, and their reports."""
+"""Tasks on a model: what is asked, how answers are scored, and the results, which grow cell by cell."""

@@ -16,14 +16,14 @@ import torch
 from transformers import PreTrainedModel
 
 from titans.evaluation import harness, language
-from titans.evaluation.report import EVAL, FORMAT
 from titans.evaluation.score import CONTROLS, score
-from titans.evaluation.statistics import bootstrap
-from titans.files import write_atomically
-from titans.models.loading import bytes_for, load_model, read_config, sentence
+from titans.files import EVAL, RUN, read_yaml, write_atomically
+from titans.models.loading import bytes_for, load_model, read_config
+from titans.report.results import FORMAT
+from titans.report.statistics import bootstrap
 from titans.tasks import TASKS, Task, deal_settings, example, make_task, settings_of
 from titans.tasks.language import Lambada
-from titans.training.config import RUN, read_yaml
+from titans.words import sentence
 
 PERPLEXITY = "perplexity"
 ANY = "lm-eval:"  # before the name of any task of lm-eval

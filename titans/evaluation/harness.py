@@ -14,16 +14,14 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from titans.evaluation.language import require_whole
 from titans.evaluation.score import score
-from titans.evaluation.statistics import bootstrap
 from titans.models import TitansForCausalLM
-from titans.models.loading import sentence
 from titans.models.tokenizer import quiet_logger
+from titans.report.statistics import bootstrap
 from titans.tasks import Answer, Example
 from titans.tasks.commonsense import CHOICES, SCHEMA, Row, find_files, read_file, read_local
 from titans.tasks.language import join_tokens
-from titans.training.config import nearest
+from titans.words import nearest, require_whole, sentence
 
 # the common-sense tasks of the paper, and which of lm-eval's numbers it reports
 TASKS = {

@@ -17,11 +17,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from titans.evaluation.score import PIECE, check
-from titans.evaluation.statistics import bootstrap
 from titans.models import TitansForCausalLM
 from titans.models.text import encode_blocks, opening, read_text
+from titans.report.statistics import bootstrap
 from titans.tasks import Example
 from titans.tasks.background import text_files
+from titans.words import require_whole
 
 CONTEXTS = {
     "streamed": "each text from its beginning to its end, the memory running on",
@@ -176,15 +177,6 @@ def check_options(
         raise ValueError(f"stride is {stride}; expected at most length, {length}, so that no token is left out")
 
 
-def require_whole(least: int = 1, **numbers: Any) -> None:
-    """Raises a ``ValueError`` that names the first of the numbers that is not whole, or less than ``least``."""
-    for name, value in numbers.items():
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ValueError(f"{name} is {value!r}; expected a whole number")
-        if value < least:
-            raise ValueError(f"{name} is {value}; expected at least {least}")
-
-
 def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterator[Stretch]:
     """Windows in which ``length`` tokens are read and as many predicted, so that each but the first is judged once."""
     begin = 0
@@ -218,8 +210,7 @@ def _read(file: Path, tokenizer: Any) -> Iterator[int]:
 
 def _prepared(folder: str, tokenizer: Any, split: str | None) -> tuple[str, Iterator[Iterable[int]]]:
     from titans.models.tokenizer import load_tokenizer
-    from titans.training.data import TokenStore
-    from titans.training.prepare import load_prepared
+    from titans.tasks.prepared import TokenStore, load_prepared
 
     prepared = load_prepared(folder)
     if load_tokenizer(str(prepared.tokenizer_folder)).get_vocab() != tokenizer.get_vocab():

@@ -9,13 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.report import Section, Table, write_report
 from titans.evaluation.score import CONTROLS
 from titans.experiments.catalogue import PARTS, recall
 from titans.experiments.lm import LMExperiment, run_experiment
 from titans.experiments.results import as_markdown, show, write_results
 from titans.experiments.runs import Progress
 from titans.experiments.tasks import TaskExperiment, run_tasks
+from titans.report.results import Section, Table, write_report
 
 MODELS = ("mac", "mag", "mal")
 # Table 5 of the paper: perplexity of language modelling, accuracy of reasoning, accuracy over long contexts.

@@ -8,11 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.report import Section, Table, write_report
 from titans.experiments.lm import LMExperiment, run_experiment
 from titans.experiments.results import as_markdown, show, write_results
 from titans.experiments.runs import Exam, Job, Progress
 from titans.experiments.tasks import read_result
+from titans.report.results import Section, Table, write_report
 
 DEPTHS = (1, 2, 3, 4)
 READ = 2048  # tokens that a model reads with one memory when it is tested

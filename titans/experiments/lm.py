@@ -13,12 +13,13 @@ from typing import Any
 
 from titans.experiments.results import read_figures, show
 from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
-from titans.files import write_atomically
+from titans.files import METRICS, RESULT, write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
-from titans.training.callbacks import METRICS, read_metrics
-from titans.training.config import RESULT, TrainConfig, nearest
-from titans.training.prepare import load_prepared
+from titans.tasks.prepared import load_prepared
+from titans.training.callbacks import read_metrics
+from titans.training.config import TrainConfig
+from titans.words import nearest
 
 MODELS = ("lmm", "mac", "mag", "mal", "transformer++", "mamba2", "gated-deltanet", "sliding-window")
 QUICK_STEPS = 4

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 import titans
-from titans.evaluation.memory_tests import (
+from titans.experiments.memory_tests import (
     AGAIN,
     CHANGED,
     DEPTHS,
@@ -24,10 +24,10 @@ from titans.evaluation.memory_tests import (
     mean_surprise,
     surprise_of_facts,
 )
-from titans.evaluation.plots import Curve, plot_lines
-from titans.evaluation.report import Figure, Section, Table
 from titans.experiments.results import read_kept, write_figures, write_sections
 from titans.models import TitansConfig, TitansForCausalLM
+from titans.report.plots import Curve, plot_lines
+from titans.report.results import Figure, Section, Table
 from titans.tasks.recall import Recall
 
 Row = dict[str, Any]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.report import Section, Table, write_report
 from titans.files import write_atomically
+from titans.report.results import Section, Table, write_report
 
 
 def read_figures(path: Path) -> dict[str, Any]:

@@ -16,8 +16,8 @@ from typing import Any
 import yaml
 
 from titans.evaluation.evaluate import Evaluation, evaluate, rehearse
-from titans.files import write_atomically
-from titans.training.config import RESULT, RUN, TrainConfig
+from titans.files import RESULT, RUN, write_atomically
+from titans.training.config import TrainConfig
 from titans.training.run import Data, open_data
 
 POLL = 0.2  # seconds between two looks at what is running

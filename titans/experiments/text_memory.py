@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import titans
-from titans.evaluation.plots import Curve, plot_bars
-from titans.evaluation.report import Figure, Section, Table
-from titans.evaluation.statistics import bootstrap
 from titans.experiments import text_tests
+from titans.experiments.locomo import CATEGORIES, Conversation, read_locomo
 from titans.experiments.results import read_kept, write_figures, write_sections
 from titans.experiments.talks import (
     HYBRID,
@@ -35,8 +33,10 @@ from titans.experiments.talks import (
     listen,
     name_nearest,
 )
+from titans.report.plots import Curve, plot_bars
+from titans.report.results import Figure, Section, Table
+from titans.report.statistics import bootstrap
 from titans.text.encoder import TextEncoder
-from titans.text.locomo import CATEGORIES, Conversation, read_locomo
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 from titans.text.ranking import Ranking
 from titans.text.training import write_texts

@@ -15,13 +15,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans.evaluation.plots import Curve, plot_lines
-from titans.evaluation.report import Figure, Section, Table
-from titans.evaluation.statistics import bootstrap
+from titans.experiments.locomo import Conversation
 from titans.experiments.talks import HYBRID, MEANING, Orders, Talk, listen, name_nearest
+from titans.report.plots import Curve, plot_lines
+from titans.report.results import Figure, Section, Table
+from titans.report.statistics import bootstrap
 from titans.text.encoder import TextEncoder
 from titans.text.facts import KINDS, NAMES
-from titans.text.locomo import Conversation
 from titans.text.memory import Memory
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 from titans.text.ranking import Eviction, Ranking, fuse, order_by

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import titans
-from titans.evaluation.model_benchmark import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
-from titans.evaluation.plots import Curve, plot_lines
-from titans.evaluation.report import Figure, Section, Table
+from titans.bench.model import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
 from titans.experiments.results import read_kept, write_figures, write_sections
+from titans.report.plots import Curve, plot_lines
+from titans.report.results import Figure, Section, Table
 
 LENGTHS = (512, 2048, 8192, 16384)
 DEPTHS = (1, 2, 3, 4)

@@ -69,7 +69,8 @@ class TextEncoder:
 
         from transformers import AutoModel, AutoTokenizer
 
-        from titans.models.loading import quiet, sentence
+        from titans.models.loading import quiet
+        from titans.words import sentence
 
         options = {"local_files_only": local, "trust_remote_code": False}
         try:

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from titans.models import TitansConfig, TitansForCausalLM
 from titans.models.baselines import NAMES, SIZES, config_class, config_for, own_fields
 from titans.models.configuration import VARIANTS
-from titans.training.config import TrainConfig, nearest
+from titans.training.config import TrainConfig
+from titans.words import nearest
 
 
 def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-METRICS = "metrics.jsonl"
+from titans.files import METRICS
 
 
 class ProgressBar(TrainerCallback):

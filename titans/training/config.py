@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from titans.files import RUN, read_yaml
+from titans.words import nearest
 
 PRECISIONS = ("float32", "bf16")
 GRADIENTS = ("second", "first")
 PARALLEL = ("ddp", "fsdp2")
 SCHEDULES = ("cosine", "stable")
-RUN = "train.yaml"  # the config of a run, in its folder
-RESULT = "result.json"  # its last figures: a run that has them is complete
 TASK = "task:"  # how data that a task draws is named
 # What may change between a run and its continuation: where and how it runs, not what it computes.
 FREE = frozenset(
@@ -292,21 +292,6 @@ def load_config(path: Path | None, flags: Sequence[str] = ()) -> TrainConfig:
     return TrainConfig(**{name: _convert(name, value) for name, value in values.items()})
 
 
-def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds fields; a ``ValueError`` says what is wrong with any other."""
-    import yaml
-
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; expected a YAML file with the fields of a training run")
-    try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
-        raise ValueError(f"{path} holds no fields; expected lines such as 'length: 512'")
-    return values
-
-
 def describe_fields() -> str:
     """Every field with its default and what it is for."""
     import ast
@@ -324,13 +309,6 @@ def describe_fields() -> str:
             words[name] = " ".join(str(node.value.value).split())
     defaults = TrainConfig().to_dict()
     return "\n".join(f"{name}: {defaults[name]!r}  {words[name]}".rstrip() for name in words)
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """Words that name the known field most like ``name``, or all of them."""
-    known = list(known)
-    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
-    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
 
 
 def _check_names(values: Mapping[str, Any]) -> None:

@@ -18,59 +18,9 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
 from titans.tasks import IGNORED, Example, Task, WrongLengthError, example
+from titans.tasks.prepared import TokenStore
 
 Row = dict[str, Tensor]
-
-
-class TokenStore:
-    """The documents of a prepared set as one long line of tokens, read from the memory-mapped Arrow file.
-
-    Args:
-        dataset: a ``datasets.Dataset`` with a column ``input_ids``, one row a document.
-    """
-
-    def __init__(self, dataset: Any) -> None:
-        starts = [np.zeros(1, dtype=np.int64)]
-        self._chunks: list[NDArray[np.int32]] = []
-        self._chunk_starts = [0]
-        for chunk in dataset.data.column("input_ids").chunks:
-            offsets = chunk.offsets.to_numpy().astype(np.int64)
-            values = chunk.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
-            starts.append(offsets[1:] - offsets[0] + self._chunk_starts[-1])
-            self._chunks.append(values)
-            self._chunk_starts.append(self._chunk_starts[-1] + len(values))
-        self._dataset = dataset  # keeps the file mapped
-        self.starts: NDArray[np.int64] = np.concatenate(starts)  # of each document, and the end of the last
-
-    @classmethod
-    def from_documents(cls, documents: Sequence[Sequence[int]]) -> TokenStore:
-        """A store of documents that are in memory."""
-        from datasets import Dataset as ArrowDataset
-        from datasets import Features, List, Value
-
-        features = Features({"input_ids": List(Value("int32"))})
-        return cls(ArrowDataset.from_dict({"input_ids": [list(d) for d in documents]}, features=features))
-
-    @property
-    def tokens(self) -> int:
-        """How many there are."""
-        return int(self.starts[-1])
-
-    @property
-    def documents(self) -> int:
-        """How many there are."""
-        return len(self.starts) - 1
-
-    def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The tokens from ``start`` to ``stop`` of the whole line."""
-        parts = []
-        chunk = int(np.searchsorted(self._chunk_starts, start, side="right")) - 1
-        while start < stop:
-            first = self._chunk_starts[chunk]
-            end = min(stop, self._chunk_starts[chunk + 1])
-            parts.append(self._chunks[chunk][start - first : end - first])
-            start, chunk = end, chunk + 1
-        return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, dtype=np.int64)
 
 
 class PackedRows(Dataset[Row]):

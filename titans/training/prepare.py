@@ -17,12 +17,24 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 import numpy as np
-from datasets import Dataset, load_from_disk
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from titans.files import write_atomically
 from titans.models.tokenizer import check_parent, load_tokenizer, make_encoder, tokenizer_state
+from titans.tasks.prepared import (
+    DESCRIPTION,
+    FORMAT,
+    MANIFEST,
+    TOKENIZER,
+    TRAIN,
+    VALIDATION,
+    VERSION,
+    WORK,
+    Prepared,
+    load_prepared,
+    unfinished_work,
+)
 from titans.training.shards import (
     Choice,
     Group,
@@ -51,53 +63,8 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
-FORMAT, VERSION = "titans.prepared", 1
-TRAIN, VALIDATION = "train", "validation"
-DESCRIPTION, TOKENIZER = "prepared.json", "tokenizer"
-WORK, MANIFEST, SET = ".partial", "manifest.json", "set"
+SET = "set"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-class Split(NamedTuple):
-    """How much there is of a split."""
-
-    documents: int
-    tokens: int
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A tokenised set on disk: a row of ``input_ids`` for each document, which ends with the tokenizer's eos.
-
-    Attributes:
-        folder: of all of it.
-        tokenizer_folder: of the tokenizer, for ``AutoTokenizer.from_pretrained``.
-        vocab_size: how many tokens the tokenizer has.
-        eos_token_id: what every document ends with.
-        splits: ``train``, and ``validation`` if there is one.
-        fingerprint: of the sources, the tokenizer and the options.
-    """
-
-    folder: Path
-    tokenizer_folder: Path
-    vocab_size: int
-    eos_token_id: int
-    splits: Mapping[str, Split]
-    fingerprint: str
-
-    def open(self, split: str = TRAIN) -> Dataset:
-        """The documents of a split, mapped from disk."""
-        if split not in self.splits:
-            raise ValueError(f"{self.folder} has no split '{split}'; expected one of {', '.join(self.splits)}.")
-        try:
-            rows = load_from_disk(str(self.folder / split))
-        except Exception as error:  # a damaged file raises whatever the part that reads it raises
-            raise ValueError(f"{self.folder / split} is missing or damaged; prepare the set again.") from error
-        if len(rows) != self.splits[split].documents:
-            raise ValueError(
-                f"{self.folder / split} has {len(rows):,} documents; expected {self.splits[split].documents:,}."
-            )
-        return rows
 
 
 class Statistics(NamedTuple):
@@ -144,34 +111,6 @@ class Progress(NamedTuple):
     tokens: int
     done: int
     total: int
-
-
-def load_prepared(folder: str | Path) -> Prepared:
-    """The set that `titans prepare` has written to a folder."""
-    folder = Path(folder)
-    path = folder / DESCRIPTION
-    if not folder.is_dir():
-        problem = "is a file" if folder.exists() else "is not there"
-        raise ValueError(f"{folder} {problem}; expected a folder that `titans prepare` has written.")
-    if not path.exists():
-        if _unfinished(folder) is not None:
-            raise ValueError(f"{folder} is not finished; `titans prepare` with the same arguments finishes it.")
-        raise ValueError(f"{folder} is not a prepared set: it has no {DESCRIPTION}; `titans prepare` makes one.")
-    try:
-        description = json.loads(path.read_bytes())
-        if description["format"] != FORMAT or description["version"] != VERSION:
-            raise ValueError(f"its format is {description['format']!r}, version {description['version']!r}")
-        return Prepared(
-            folder=folder,
-            tokenizer_folder=folder / TOKENIZER,
-            vocab_size=int(description["tokenizer"]["vocab_size"]),
-            eos_token_id=int(description["tokenizer"]["eos_token_id"]),
-            splits={k: Split(int(v["documents"]), int(v["tokens"])) for k, v in description["splits"].items()},
-            fingerprint=str(description["fingerprint"]),
-        )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        wrong = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ValueError(f"{path} is damaged ({wrong}); expected a {FORMAT} of version {VERSION}.") from error
 
 
 def prepare(
@@ -286,14 +225,6 @@ def _check_unchanged(job: _Job) -> None:
                 raise ValueError(f"{identity[0]} was changed while it was read; prepare it again.")
 
 
-def _unfinished(out: Path) -> str | None:
-    """The fingerprint of work that was begun in a folder."""
-    try:
-        return str(json.loads((out / WORK / MANIFEST).read_bytes())["fingerprint"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
 def _check_out(out: Path, fingerprint: str, overwrite: bool) -> Prepared | None:
     """The set, if it is there already; raises ValueError if something else is, which is not to be replaced."""
     if not out.exists():
@@ -308,7 +239,7 @@ def _check_out(out: Path, fingerprint: str, overwrite: bool) -> Prepared | None:
                 "replaces it."
             )
         return prepared
-    if (begun := _unfinished(out)) is not None:
+    if (begun := unfinished_work(out)) is not None:
         if begun != fingerprint and not overwrite:
             raise ValueError(
                 f"{out} holds the unfinished set of other sources or options, or of sources that have changed since; "
@@ -331,7 +262,7 @@ def _work_folder(out: Path, fingerprint: str) -> Iterator[Path]:
     with (work / "lock").open("w") as lock:
         _take(lock, out)
         try:
-            if _unfinished(out) != fingerprint:
+            if unfinished_work(out) != fingerprint:
                 _empty(work, keep="lock")
                 with naming(work):
                     write_atomically(work / MANIFEST, json.dumps({"fingerprint": fingerprint}).encode())

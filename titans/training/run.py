@@ -21,17 +21,18 @@ from transformers.integrations import TensorBoardCallback, get_available_reporti
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from titans.files import write_atomically
+from titans.files import METRICS, RESULT, RUN, write_atomically
 from titans.models.loading import quiet
 from titans.models.tokenizer import load_tokenizer
 from titans.tasks import Task, WrongLengthError, example, make_tasks
+from titans.tasks.prepared import TokenStore, load_prepared
 from titans.training.build import make_model, shard
-from titans.training.callbacks import METRICS, MetricsFile, ProgressBar, StopInOrder
+from titans.training.callbacks import MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
-from titans.training.config import RESULT, RUN, TrainConfig, nearest
-from titans.training.data import CarriedRows, PackedRows, StreamedRows, TaskRows, TokenStore
-from titans.training.prepare import load_prepared
+from titans.training.config import TrainConfig
+from titans.training.data import CarriedRows, PackedRows, StreamedRows, TaskRows
 from titans.training.trainer import SAVING, MemoryTrainer, writing
+from titans.words import nearest
 
 TENSORBOARD = "tensorboard"
 # what a finished run has at its top besides

@@ -18,8 +18,10 @@ from rich.live import Live
 from rich.table import Table as Drawn
 
 import titans
-from titans.evaluation.benchmark import busy_notices, machine_text, write_json
-from titans.evaluation.memory_tests import (
+from titans.bench.model import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
+from titans.bench.timing import busy_notices, machine_text, write_json
+from titans.experiments.catalogue import RECALL, SCHEDULE
+from titans.experiments.memory_tests import (
     AGAIN,
     CHANGED,
     FILLERS,
@@ -28,17 +30,16 @@ from titans.evaluation.memory_tests import (
     mean_surprise,
     surprise_of_facts,
 )
-from titans.evaluation.model_benchmark import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
-from titans.evaluation.plots import COLOURS, GREY, Curve, drawing, finish_axes, plot_heat, plot_lines, short_number
-from titans.evaluation.report import EVAL, Figure, Section, Table, write_report
-from titans.experiments.catalogue import RECALL, SCHEDULE
 from titans.experiments.results import show
 from titans.experiments.runs import Exam, Job, check_jobs, run_folder, run_jobs
 from titans.experiments.tasks import read_result
+from titans.files import EVAL, METRICS
 from titans.models import TitansForCausalLM
 from titans.models.loading import load_model
+from titans.report.plots import COLOURS, GREY, Curve, drawing, finish_axes, plot_heat, plot_lines, short_number
+from titans.report.results import Figure, Section, Table, write_report
 from titans.tasks.recall import Recall
-from titans.training.callbacks import METRICS, read_metrics
+from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
 
 MODEL: dict[str, Any] = {"name": "mac", **RECALL, "memory_depth": 1}  # a linear memory learns it in the fewest steps

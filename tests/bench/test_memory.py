@@ -10,9 +10,8 @@ from rich.console import Console
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from titans.evaluation import memory_benchmark
-from titans.evaluation.benchmark import write_json
-from titans.evaluation.memory_benchmark import (
+from titans.bench import memory as memory_benchmark
+from titans.bench.memory import (
     BOTH,
     CONTENDERS,
     FORWARD,
@@ -28,6 +27,7 @@ from titans.evaluation.memory_benchmark import (
     run_pass,
     write_plot,
 )
+from titans.bench.timing import write_json
 
 TINY = BenchmarkSettings(
     dim=16, heads=2, chunk_size=8, lengths=(16, 24, 40), repeats=3, memory=False, gemm_size=16,

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import titans
-from titans.evaluation.benchmark import (
+from titans.bench.timing import (
     REFERENCE,
     REFERENCE_MAX_STEP,
     Progress,

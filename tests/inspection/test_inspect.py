@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.models.cases import KINDS, VARIANTS, config, model, tokens
 from titans import TitansForCausalLM
-from titans.evaluation.inspect import (
+from titans.inspection.inspect import (
     HIDDEN,
     PIECE,
     REMEMBERED,
@@ -33,7 +33,7 @@ from titans.evaluation.inspect import (
     tokenize,
     tokenize_bytes,
 )
-from titans.evaluation.inspect_page import render_page, to_json, visible
+from titans.inspection.page import render_page, to_json, visible
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 NASTY = 'a <b>&amp;</b>\n\t"q" </script><script>alert(1)</script> {{DATA}} é日🙂 \x00\x07\u202e\u2028 end'
@@ -130,7 +130,7 @@ def test_a_long_text_is_read_in_pieces_that_do_not_grow(monkeypatch: pytest.Monk
     fields = {"num_hidden_layers": 1, "memory_depth": 1}
     _, short = read("mag", 240, **fields)
     assert short.stations == list(range(2, 241, 2))
-    monkeypatch.setattr("titans.evaluation.inspect.POINTS", 1)
+    monkeypatch.setattr("titans.inspection.inspect.POINTS", 1)
     _, long = read("mag", 2 * PIECE + 5, **fields)
     assert long.stations == [PIECE, 2 * PIECE, 2 * PIECE + 5]
 

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from importlib.resources import files
 from typing import Any
 
-from titans.evaluation.inspect import HIDDEN, REMEMBERED, SEEN, Inspection, MaskPicture, Subject
+from titans.inspection.inspect import HIDDEN, REMEMBERED, SEEN, Inspection, MaskPicture, Subject
 from titans.models import TitansConfig
 
 NAMES = {
@@ -41,7 +41,7 @@ def render_page(inspection: Inspection, subject: Subject, total: int) -> str:
         "MASK_WORDS": html.escape(_mask_words(config, inspection.mask)),
         "DATA": _embed(to_json(inspection)),
     }
-    page = files("titans.evaluation").joinpath("inspect_page.html").read_text(encoding="utf-8")
+    page = files("titans.inspection").joinpath("page.html").read_text(encoding="utf-8")
     # one pass over the template, so that a text that looks like a placeholder stays a text
     pieces = page.split("{{")
     return pieces[0] + "".join(parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:]))

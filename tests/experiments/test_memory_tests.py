@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titans import TitansConfig, TitansForCausalLM
-from titans.evaluation.memory_tests import (
+from titans.experiments.memory_tests import (
     AGAIN,
     CHANGED,
     FILLERS,

@@ -15,14 +15,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from titans.evaluation.plots import Curve, has_band, plot_bars, plot_heat, plot_lines, short_number
-from titans.files import write_atomically
+from titans.files import EVAL, write_atomically
+from titans.report.plots import Curve, has_band, plot_bars, plot_heat, plot_lines, short_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1  # of the results of `titans eval`
-EVAL = "eval.json"  # their file
 PAGE = "report.html"
 TITLE = "Titans: evaluation"
 UNITS = {"accuracy": "%", "loss": "nats"}  # of metrics, where a result does not say
@@ -824,7 +823,7 @@ def render_report(sections: Sequence[Section], title: str = TITLE, facts: str = 
         "LINKS": f'<nav aria-label="Parts"><ul>{"".join(links)}</ul></nav>' if len(sections) > 2 else "",
         "SECTIONS": "\n".join(_render_section(index, part) for index, part in enumerate(sections)),
     }
-    page = files("titans.evaluation").joinpath("report_page.html").read_text(encoding="utf-8")
+    page = files("titans.report").joinpath("page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
 
 

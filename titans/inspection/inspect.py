@@ -14,8 +14,9 @@ from titans.layers import NeuralMemory
 from titans.layers.record import GATES, MemoryRecord, memories_of, record_memory
 from titans.models import PRESETS, TitansCache, TitansConfig, TitansForCausalLM, build
 from titans.models.configuration import VARIANTS
-from titans.models.loading import load_folder, read_config, sentence
+from titans.models.loading import load_folder, read_config
 from titans.ops.attention import segment_visible, window_visible
+from titans.words import sentence
 
 BYTES = 256  # the vocabulary of a model that reads bytes
 PIECE = 256  # tokens of a call at most: what the model needs does not grow with the text

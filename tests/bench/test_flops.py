@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from titans import TitansConfig, TitansForCausalLM
+from titans.bench.flops import GPUS, Flops, counted_flops, flops_report, training_flops
 from titans.cli import main
-from titans.evaluation.flops import GPUS, Flops, counted_flops, flops_report, training_flops
 from titans.ops.native.library import library
 
 TINY: dict[str, Any] = {

@@ -22,8 +22,8 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from rich.console import Console
 
-from titans.evaluation.plots import COLOURS, Curve, plot_bars, plot_heat, plot_lines, short_number, thin
-from titans.evaluation.report import (
+from titans.report.plots import COLOURS, Curve, plot_bars, plot_heat, plot_lines, short_number, thin
+from titans.report.results import (
     Estimate,
     Figure,
     Section,

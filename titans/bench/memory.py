@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import titans
-from titans.evaluation.benchmark import (
+from titans.bench.timing import (
     REFERENCE_MAX_STEP,
     Progress,
     busy_notices,

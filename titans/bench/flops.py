@@ -2,7 +2,7 @@
 
 Both count the products of matrices and the convolutions, a multiplication and an addition as two; norms, activations
 and gates are left out. The formula is for the chunked rule in PyTorch's own operations, as a GPU runs it;
-``tests/evaluation/test_flops.py`` holds it to the count.
+``tests/bench/test_flops.py`` holds it to the count.
 """
 
 from __future__ import annotations
@@ -358,7 +358,7 @@ def _plan(gpu: Gpu, share: float, tf32: bool, bf16: float, float32: float, token
 
 def print_report(report: dict[str, Any], console: Console) -> None:
     """What :func:`flops_report` gives, as tables."""
-    from titans.evaluation.benchmark import print_table
+    from titans.bench.timing import print_table
 
     million = 1e6
     rows = [

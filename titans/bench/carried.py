@@ -21,9 +21,9 @@ import torch
 
 from titans.files import write_atomically
 from titans.models import TitansForCausalLM
+from titans.tasks.prepared import TokenStore, load_prepared
 from titans.training.config import TrainConfig
-from titans.training.data import TokenStore
-from titans.training.prepare import load_prepared, prepare
+from titans.training.prepare import prepare
 from titans.training.run import train
 
 KEYS, VALUES = "abcdefgh", "ABCDEFGHIJKLMNOP"

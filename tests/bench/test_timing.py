@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from titans.evaluation import benchmark
-from titans.evaluation.benchmark import (
+from titans.bench import timing as benchmark
+from titans.bench.timing import (
     available_memory,
     check_lengths,
     choose_names,

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.streaming import RULES, SETTINGS, STREAMS, make_memory, relearn, run_bounds
 from titans import NeuralMemory
+from titans.bench.stream import RULES, SETTINGS, STREAMS, make_memory, relearn, run_bounds
 
 SHORT, LONG = 4096, 1_000_000
 MEMORIES = [(setting, mode, depth) for setting in SETTINGS for mode, depth in RULES]

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-import titans.evaluation.demo as demo
+import titans.experiments.demo as demo
 from titans.cli import main
 from titans.cli.demo import demo as command
-from titans.evaluation.demo import (
+from titans.experiments import runs
+from titans.experiments.demo import (
     OURS,
     SEEDS,
     THEIRS,
@@ -29,8 +30,7 @@ from titans.evaluation.demo import (
     summary,
     write_page,
 )
-from titans.evaluation.memory_tests import AGAIN, CHANGED, NEW
-from titans.experiments import runs
+from titans.experiments.memory_tests import AGAIN, CHANGED, NEW
 from titans.experiments.runs import check_jobs
 
 PICTURES = ["needle-memory-off.png", "needle-with-memory.png", "recall.png", "speed.png", "surprise.png"]

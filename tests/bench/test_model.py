@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 pytest.importorskip("transformers")
 
-from titans.evaluation import model_benchmark
-from titans.evaluation.benchmark import write_json
-from titans.evaluation.model_benchmark import (
+from titans.bench import model as model_benchmark
+from titans.bench.model import (
     BASELINE,
     CONTENDERS,
     DECODE,
@@ -38,6 +37,7 @@ from titans.evaluation.model_benchmark import (
     train_step,
     write_plot,
 )
+from titans.bench.timing import write_json
 
 TINY = ModelBenchmarkSettings(
     dim=32, layers=2, heads=2, vocab_size=32, segment=8, window=16, persistent=2, lengths=(16, 20),

@@ -1,0 +1,1 @@
+"""Speed, memory in use, and what a memory bears: measurements that depend on the machine."""

@@ -1,0 +1,1 @@
+"""What a memory does along a text: surprise, gates, norms and attention as one page."""

@@ -1,0 +1,1 @@
+"""Sections, tables, plots, statistics and pages of results; knows nothing of models."""

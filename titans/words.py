@@ -1,0 +1,28 @@
+"""Sentences that several packages say: what was wrong with a name, a number or a file."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import Any
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Words that name the known field most like ``name``, or all of them."""
+    known = list(known)
+    close = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
+
+
+def require_whole(least: int = 1, **numbers: Any) -> None:
+    """Raises a ``ValueError`` that names the first of the numbers that is not whole, or less than ``least``."""
+    for name, value in numbers.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; expected a whole number")
+        if value < least:
+            raise ValueError(f"{name} is {value}; expected at least {least}")
+
+
+def sentence(error: Exception) -> str:
+    """What an error says, on one line."""
+    return " ".join(str(error).split()) or type(error).__name__
