@@ -61,7 +61,7 @@ class NeuralMemory(nn.Module):
         gates: ``"token"``: step, forgetting and momentum depend on the token; ``"constant"``: learned per head.
         theta_max: the largest step; the step is theta_max * sigmoid(.) * (1 - eta).
         fixed_theta: the step of every token, instead of a gate.
-        fixed_alpha: the forgetting of every token, one number a head, instead of a gate.
+        fixed_alpha: the forgetting of every token, one number per head, instead of a gate.
         bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
         max_norm: with ``bounded``, the largest norm that a row of a memory weight may keep.
         writes: False switches the memory off: nothing is written or forgotten, it stays at its learned start.

@@ -97,7 +97,7 @@ class Tile(NamedTuple):
     step: Tensor  # theta, with the factor 2 of the squared loss and the crowding already in it
     prepared: Tensors  # this tile's share of what the key pass prepared
     norm: Tensor | None
-    rest: Tensors  # a weight a layer, or empty
+    rest: Tensors  # one weight per layer, or empty
 
 
 class Keys(NamedTuple):

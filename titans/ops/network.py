@@ -68,7 +68,7 @@ class MemoryMLP:
         residual: M(x) = x + MLP(x).
         norm: (weight, bias), each (heads, width): a LayerNorm on the MLP's output, before the residual.
 
-    Called as ``network(weights, x)`` with one (batch, heads, out, in) weight a layer and x (batch, heads, time, in);
+    Called as ``network(weights, x)`` with one (batch, heads, out, in) weight per layer and x (batch, heads, time, in);
     returns (batch, heads, time, out).
     """
 

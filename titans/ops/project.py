@@ -18,7 +18,7 @@ UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 def project_heads(
     x: Tensor, past: Tensor | None, kernel: Tensor | None, heads: int, eps: Sequence[float | None]
 ) -> Tensor:
-    """silu(conv(x)) cut into parts (queries, keys, values), each a vector a head, with its length normalised.
+    """silu(conv(x)) cut into parts (queries, keys, values), one vector per head each, with its length normalised.
 
     Args:
         x: (batch, time, parts * heads * width).
