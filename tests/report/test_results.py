@@ -22,22 +22,10 @@ from matplotlib.colors import to_hex
 from matplotlib.figure import Figure as Canvas
 from rich.console import Console
 
+from titans.report.page import Figure, Section, Table, render_page
 from titans.report.plots import COLOURS, Curve, plot_bars, plot_heat, plot_lines, short_number, thin
-from titans.report.results import (
-    Estimate,
-    Figure,
-    Section,
-    Table,
-    load_results,
-    mean_of_cells,
-    mean_of_runs,
-    print_tables,
-    render_report,
-    result_sections,
-    result_tables,
-    summarise,
-    write_report,
-)
+from titans.report.results import load_results, print_tables, result_sections, result_tables, summarise, write_report
+from titans.report.statistics import Estimate, mean_of_cells, mean_of_runs
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "<script>alert(1)</script> \"'& $\\frac{1} {{TITLE}} [/red] \x1b[31m ../../up"
@@ -618,7 +606,7 @@ def test_figures_of_the_same_name_do_not_overwrite_each_other(tmp_path: Path) ->
 def test_a_report_may_have_sections_alone_and_needs_something(tmp_path: Path) -> None:
     page = write_report([], tmp_path, sections=[Section("Only this", ["words"])]).read_text()
     assert "Only this" in page and "How it was made" not in page
-    with pytest.raises(ValueError, match="no results and no sections; expected at least one"):
+    with pytest.raises(ValueError, match="there are no sections; expected at least one"):
         write_report([], tmp_path)
 
 
@@ -648,8 +636,10 @@ def test_wide_tables_turn_on_a_narrow_screen_and_numbers_stand_to_the_right() ->
     wide, narrow = Table(["model", *"abcdefghi"], [["mac", *["97.0 ±3.0"] * 9]]), Table(["a", "b"], [["x", "1"]])
     text = Table(["a", "b"], [["x", "many words that are long enough to fill a line"]])
     date = Table(["a", "date"], [["x", "2026-11-16"]])
-    pages = [render_report([Section("s", tables=[table])]).split("<main>")[1] for table in (wide, narrow, text, date)]
-    assert ["class=turn" in page for page in pages] == [True, False, True, False]
+    pages = [
+        render_page([Section("s", tables=[table])], "t").split("<main>")[1] for table in (wide, narrow, text, date)
+    ]
+    assert ['class="turn"' in page for page in pages] == [True, False, True, False]
     assert ['<td class="number"' in page for page in pages] == [True, True, False, False]
 
 

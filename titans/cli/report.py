@@ -21,7 +21,8 @@ def report(
 
     from rich.console import Console
 
-    from titans.report.results import PAGE, load_results, print_tables, write_report
+    from titans.report.page import PAGE
+    from titans.report.results import load_results, print_tables, write_report
 
     check_output(out / PAGE)
     try:

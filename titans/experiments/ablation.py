@@ -12,10 +12,11 @@ from typing import Any
 from titans.evaluation.score import CONTROLS
 from titans.experiments.catalogue import PARTS, recall
 from titans.experiments.lm import LMExperiment, run_experiment
-from titans.experiments.results import as_markdown, show, write_results
 from titans.experiments.runs import Progress
 from titans.experiments.tasks import TaskExperiment, run_tasks
-from titans.report.results import Section, Table, write_report
+from titans.report.outcome import write_results
+from titans.report.page import Section, Table, as_markdown, show
+from titans.report.results import write_report
 
 MODELS = ("mac", "mag", "mal")
 # Table 5 of the paper: perplexity of language modelling, accuracy of reasoning, accuracy over long contexts.

@@ -30,14 +30,14 @@ from titans.experiments.memory_tests import (
     mean_surprise,
     surprise_of_facts,
 )
-from titans.experiments.results import show
 from titans.experiments.runs import Exam, Job, check_jobs, run_folder, run_jobs
 from titans.experiments.tasks import read_result
 from titans.files import EVAL, METRICS
 from titans.models import TitansForCausalLM
 from titans.models.loading import load_model
+from titans.report.page import Figure, Section, Table, show
 from titans.report.plots import COLOURS, GREY, Curve, drawing, finish_axes, plot_heat, plot_lines, short_number
-from titans.report.results import Figure, Section, Table, write_report
+from titans.report.results import write_report
 from titans.tasks.recall import Recall
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig

@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from titans.experiments.lm import LMExperiment, run_experiment
-from titans.experiments.results import as_markdown, show, write_results
 from titans.experiments.runs import Exam, Job, Progress
 from titans.experiments.tasks import read_result
-from titans.report.results import Section, Table, write_report
+from titans.report.outcome import write_results
+from titans.report.page import Section, Table, as_markdown, show
+from titans.report.results import write_report
 
 DEPTHS = (1, 2, 3, 4)
 READ = 2048  # tokens that a model reads with one memory when it is tested

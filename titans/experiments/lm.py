@@ -11,11 +11,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titans.experiments.results import read_figures, show
 from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import METRICS, RESULT, write_atomically
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
+from titans.report.outcome import read_figures
+from titans.report.page import show
 from titans.tasks.prepared import load_prepared
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig

@@ -24,10 +24,10 @@ from titans.experiments.memory_tests import (
     mean_surprise,
     surprise_of_facts,
 )
-from titans.experiments.results import read_kept, write_figures, write_sections
 from titans.models import TitansConfig, TitansForCausalLM
+from titans.report.outcome import read_kept, write_figures, write_outcome
+from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_lines
-from titans.report.results import Figure, Section, Table
 from titans.tasks.recall import Recall
 
 Row = dict[str, Any]
@@ -64,7 +64,7 @@ def run_memory(
     sections = [
         capacity_section(report["capacity"]), decay_section(report["decay"]), surprise_section(report["surprise"])
     ]  # fmt: skip
-    write_sections(report, "What a memory holds, and for how long", sections, out)
+    write_outcome(report, "What a memory holds, and for how long", sections, out)
     return report
 
 

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from titans.evaluation.evaluate import prepare
-from titans.experiments.results import as_markdown, read_figures, show, write_results
 from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import EVAL, RESULT
 from titans.models.configuration import VARIANTS
-from titans.report.results import Section, Table, result_tables, summarise, write_report
+from titans.report.outcome import read_figures, write_results
+from titans.report.page import Section, Table, as_markdown, show
+from titans.report.results import result_tables, summarise, write_report
 from titans.training.config import TrainConfig
 
 QUICK_STEPS = 4

@@ -19,7 +19,6 @@ from torch import Tensor
 import titans
 from titans.experiments import text_tests
 from titans.experiments.locomo import CATEGORIES, Conversation, read_locomo
-from titans.experiments.results import read_kept, write_figures, write_sections
 from titans.experiments.talks import (
     HYBRID,
     MEANING,
@@ -33,8 +32,9 @@ from titans.experiments.talks import (
     listen,
     name_nearest,
 )
+from titans.report.outcome import read_kept, write_figures, write_outcome
+from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.report.results import Figure, Section, Table
 from titans.report.statistics import bootstrap
 from titans.text.encoder import TextEncoder
 from titans.text.neural import NeuralConfig, NeuralTextMemory
@@ -353,7 +353,7 @@ def run_text_memory(
         "seeds": list(experiment.seeds), "conversations": [_about(each) for each in conversations],
         **summarize(cells), **found,
     }  # fmt: skip
-    write_sections(report, "What a neural memory adds to a text memory", sections(report), out)
+    write_outcome(report, "What a neural memory adds to a text memory", sections(report), out)
     return report
 
 

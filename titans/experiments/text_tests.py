@@ -17,8 +17,8 @@ from torch import Tensor
 
 from titans.experiments.locomo import Conversation
 from titans.experiments.talks import HYBRID, MEANING, Orders, Talk, listen, name_nearest
+from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_lines
-from titans.report.results import Figure, Section, Table
 from titans.report.statistics import bootstrap
 from titans.text.encoder import TextEncoder
 from titans.text.facts import KINDS, NAMES

@@ -11,9 +11,9 @@ from typing import Any
 
 import titans
 from titans.bench.model import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
-from titans.experiments.results import read_kept, write_figures, write_sections
+from titans.report.outcome import read_kept, write_figures, write_outcome
+from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_lines
-from titans.report.results import Figure, Section, Table
 
 LENGTHS = (512, 2048, 8192, 16384)
 DEPTHS = (1, 2, 3, 4)
@@ -69,7 +69,7 @@ def run_throughput(
         _section("Training speed against length", about, "length", {name: speeds(by_length, name) for name in models}),
         _section("Training speed against the memory's depth", about, "depth", ours),
     ]
-    write_sections(report, "Training speed", sections, out)
+    write_outcome(report, "Training speed", sections, out)
     return report
 
 

@@ -1,76 +1,31 @@
-"""The report: results of evaluations as one HTML page, which fetches nothing, and as PNG files beside it."""
+"""Results of evaluations: read, checked, compared, and shown as tables, figures, sentences and a page."""
 
 from __future__ import annotations
 
-import base64
-import html
 import json
 import math
-import re
-import statistics
-import struct
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-from titans.files import EVAL, write_atomically
+from titans.files import EVAL
+from titans.report.page import Figure, Section, Table, print_table, write_page
 from titans.report.plots import Curve, has_band, plot_bars, plot_heat, plot_lines, short_number
+from titans.report.statistics import Estimate, finite, is_number, mean_of_cells, mean_of_runs
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1  # of the results of `titans eval`
-PAGE = "report.html"
 TITLE = "Titans: evaluation"
 UNITS = {"accuracy": "%", "loss": "nats"}  # of metrics, where a result does not say
 AXIS_UNITS = {"length": "tokens", "distance": "tokens", "position": "tokens", "depth": "share of the sequence"}
 FIGURES = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}  # of a whole text, as entries name them
 IRRELEVANT = ("transformers_version", "_name_or_path")  # fields of a config that say nothing about the model
-STUDENT = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26)  # half a 95% interval, of 2 to 10 runs
-LONG = 30  # letters of a cell that takes a line of its own on a narrow screen
-LARGEST = 1e100
 CROWDED = 12  # lines; a figure with more of them shows only models that were not tampered with
-ROOM = 40  # letters beside each other on a narrow screen
 
 Result = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    """A table of texts: a header, rows of as many cells, and a caption."""
-
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """A picture.
-
-    Attributes:
-        name: of the file that it is written to, beside the page; .png is added if it is not there.
-        png: the picture.
-        alt: what it shows, for those who cannot see it.
-        caption: stands below it.
-    """
-
-    name: str
-    png: bytes
-    alt: str
-    caption: str = ""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of the page; all of its texts are plain ones."""
-
-    title: str
-    paragraphs: Sequence[str] = ()
-    tables: Sequence[Table] = ()
-    figures: Sequence[Figure] = ()
 
 
 def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
@@ -148,7 +103,7 @@ def _check_fields(data: Mapping[str, Any], fields: Mapping[str, Any], where: str
     for name, kind in fields.items():
         value = data.get(name)
         if kind is float:
-            good = value is None or _is_number(value)
+            good = value is None or is_number(value)
         else:
             good = isinstance(value, str if kind is None else kind) or (kind is None and value is None)
         if not good:
@@ -158,77 +113,6 @@ def _check_fields(data: Mapping[str, Any], fields: Mapping[str, Any], where: str
 def _shorten(value: Any) -> str:
     text = json.dumps(value, default=repr)
     return text if len(text) <= 40 else text[:39] + "…"
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _finite(value: Any) -> float | None:
-    """The number, None if it is not there, not finite, or so large that no figure has room for it."""
-    return float(value) if _is_number(value) and abs(value) < LARGEST else None
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean and its 95% interval.
-
-    Attributes:
-        value: the mean.
-        low, high: ends of the interval, None where the results have none.
-        whole: whether everything that it is the mean of had a value.
-    """
-
-    value: float
-    low: float | None
-    high: float | None
-    whole: bool = True
-
-    @property
-    def margin(self) -> float | None:
-        """How far the interval reaches, on its longer side."""
-        return None if self.low is None or self.high is None else max(self.value - self.low, self.high - self.value)
-
-    def holds(self, value: float) -> bool:
-        """Whether a value lies in the interval."""
-        return self.low is not None and self.high is not None and self.low <= value <= self.high
-
-
-def mean_of_cells(cells: Sequence[Mapping[str, Any]]) -> Estimate | None:
-    """The mean over cells of one run, None without a value; the cells' intervals add up as those of separate draws."""
-    good = [cell for cell in cells if _finite(cell.get("value")) is not None]
-    if not good:
-        return None
-    value = statistics.fmean(float(cell["value"]) for cell in good)
-    ends = [(_finite(cell.get("low")), _finite(cell.get("high")), float(cell["value"])) for cell in good]
-    below = [v - low for low, _, v in ends if low is not None]
-    above = [high - v for _, high, v in ends if high is not None]
-    if len(below) < len(good) or len(above) < len(good):
-        return Estimate(value, None, None, len(good) == len(cells))
-    low, high = value - math.hypot(*below) / len(good), value + math.hypot(*above) / len(good)
-    return Estimate(value, low, high, len(good) == len(cells))
-
-
-def mean_of_runs(runs: Sequence[Estimate | None], top: float = math.inf) -> Estimate | None:
-    """The mean over runs, None if none has a value.
-
-    The interval is Student's over the runs, or that of a run by itself, on average, where it reaches further: all runs
-    are measured on the same sequences, so that more of them are no surer of what these leave open. It stays within 0
-    and ``top``.
-    """
-    good = [run for run in runs if run is not None]
-    if len(good) < 2:
-        return Estimate(good[0].value, good[0].low, good[0].high, good[0].whole and len(runs) == 1) if good else None
-    values = [run.value for run in good]
-    value = statistics.fmean(values)
-    reach = STUDENT[min(len(good), 10) - 2] * statistics.stdev(values) / math.sqrt(len(good))
-    low, high = value - reach, value + reach
-    if all(run.low is not None and run.high is not None for run in good):
-        low = min(low, value - statistics.fmean(run.value - run.low for run in good))  # type: ignore[operator]
-        high = max(high, value + statistics.fmean(run.high - run.value for run in good))  # type: ignore[operator]
-    # a value beyond the limits is an error of whoever wrote it, and is shown as it is
-    low, high = max(low, min(0.0, value)), min(high, max(top, value))
-    return Estimate(value, low, high, len(good) == len(runs) and all(run.whole for run in good))
 
 
 @dataclass(frozen=True)
@@ -301,7 +185,7 @@ class _Task:
 
     @property
     def chance(self) -> float | None:
-        return _finite(self.says("chance"))
+        return finite(self.says("chance"))
 
     def estimate(self, label: str, group: Mapping[str, str]) -> Estimate | None:
         """The mean over the runs of a line, and over the cells of a group in each."""
@@ -312,9 +196,9 @@ class _Task:
         """The mean over the cells of a group in one run; where it diverged, nothing is right."""
         cells = _cells(entry, group)
         places = math.prod(len(axis.words) for axis in self.axes if axis.name not in group)
-        good = sum(_finite(cell.get("value")) is not None for cell in cells)
+        good = sum(finite(cell.get("value")) is not None for cell in cells)
         if self.percent:
-            cells = [{"value": 0.0} if _finite(cell.get("value")) is None else cell for cell in cells]
+            cells = [{"value": 0.0} if finite(cell.get("value")) is None else cell for cell in cells]
         mean = mean_of_cells(cells)
         return None if mean is None else replace(mean, whole=good >= places)
 
@@ -351,7 +235,7 @@ def _significant(value: float) -> str:
 
 
 def _word(value: Any) -> str:
-    if _finite(value) is None:
+    if finite(value) is None:
         return _line(str(value))
     return f"{value:,.0f}" if value == int(value) else f"{value:.12g}"
 
@@ -363,7 +247,7 @@ def _cells(entry: Mapping[str, Any], group: Mapping[str, str]) -> list[Mapping[s
 def _axis(name: str, entries: Iterable[Mapping[str, Any]]) -> _Axis:
     """An axis over all runs: numbers rise, words keep their order."""
     places = {_word(cell["group"][name]): cell["group"][name] for entry in entries for cell in entry["cells"]}
-    numbers = {word: number for word, place in places.items() if (number := _finite(place)) is not None}
+    numbers = {word: number for word, place in places.items() if (number := finite(place)) is not None}
     if len(numbers) < len(places):
         return _Axis(name, list(places), None)
     words = sorted(places, key=lambda word: numbers[word])
@@ -466,7 +350,7 @@ def _line(text: str) -> str:
 
 
 def _count(number: Any) -> str:
-    return f"{number:,}" if _finite(number) is not None else "-"
+    return f"{number:,}" if finite(number) is not None else "-"
 
 
 def summarise(results: Sequence[Result]) -> list[str]:
@@ -532,7 +416,7 @@ def _task_table(task: _Task) -> Table:
         caption += f", by {first.label}" + (f"; mean over {', '.join(axis.name for axis in others)}" if others else "")
     if task.fixed:
         caption += f"; at {', '.join(task.fixed)}"
-    found = [_finite(cell.get("count")) for entry in task.entries for cell in entry["cells"]]
+    found = [finite(cell.get("count")) for entry in task.entries for cell in entry["cells"]]
     counts = [count for count in found if count is not None]
     if counts:
         low, high = _word(min(counts)), _word(max(counts))
@@ -555,57 +439,31 @@ def result_tables(results: Sequence[Result]) -> list[tuple[str, Table]]:
 
 
 def print_tables(results: Sequence[Result], console: Console) -> None:
-    """Print the table of each task and the sentence about it; columns that do not fit follow below."""
-    from rich import table
-    from rich.box import SIMPLE_HEAD
-    from rich.text import Text
-
-    for (title, content), sentence in zip(result_tables(results), summarise(results), strict=True):
-        console.print(Text(title, "bold"))
-        for columns in _fit([content.header, *content.rows], console.width):
-            drawn = table.Table(box=SIMPLE_HEAD)
-            for index, (column, width) in enumerate(columns):
-                side: Literal["left", "right"] = "right" if index else "left"
-                drawn.add_column(Text(column[0]), justify=side, overflow="fold", width=width)
-            for row in zip(*(column[1:] for column, _ in columns), strict=True):
-                drawn.add_row(*map(Text, row))
-            console.print(drawn)
+    """Print the table of each task and the sentence about it."""
+    for (title, table), sentence in zip(result_tables(results), summarise(results), strict=True):
+        print_table(console, table, title)
         console.print(f"{sentence}\n", markup=False, highlight=False)
 
 
-def _fit(rows: Sequence[Sequence[str]], width: int) -> list[list[tuple[list[str], int]]]:
-    """The columns of a table and their widths, in parts that fit beside each other, each with the first column."""
-    from rich.cells import cell_len
+def result_sections(results: Sequence[Result], more: Sequence[Section] = ()) -> list[Section]:
+    """The parts of a page that results make: what came out, each task with its figures, and how it was made.
 
-    columns = [list(column) for column in zip(*rows, strict=True)]
-    widths = [max(map(cell_len, column)) for column in columns]
-    names = (columns[0], min(widths[0], 24))
-    if names[1] + sum(widths[1:]) + 3 * len(widths) < width:
-        return [[names, *zip(columns[1:], widths[1:], strict=True)]]
-    parts, left = [[names]], 0
-    for column in columns[1:]:
-        broken = [cell.replace(" ±", "\n±") for cell in column]
-        least = min(max(cell_len(word) for cell in broken for word in cell.split()), 24)
-        left -= least + 3
-        if left < 0:
-            parts.append([names])
-            left = width - names[1] - 7 - least
-        parts[-1].append((broken, least))
-    return parts[1:]
-
-
-def result_sections(results: Sequence[Result]) -> list[Section]:
-    """The parts of a page that results make: what came out, each task with its figures, and how it was made."""
+    Args:
+        results: as ``load_results`` gives them; may be empty.
+        more: other parts, which stand after the summary.
+    """
+    for index, result in enumerate(results):
+        check_result(result, f"result {index + 1}")
     collected = _collect(results)
     if not collected:
-        return []
+        return list(more)
     tasks = _with_figures(collected)
     varied = [task for task in tasks if task.axes]
     single = [task for task in tasks if not task.axes]
-    sections = [Section("In short", [_sentence(task) for task in tasks])]
+    sections = [Section("In short", [_sentence(task) for task in tasks]), *more]
     sections += [_task_section(task) for task in varied]
     if single:
-        sections.append(Section("Single figures", ["Tasks with one figure a model."], [_single_table(single)]))
+        sections.append(Section("Single figures", ["Tasks with one figure per model."], [_single_table(single)]))
     return [*sections, _made_section(results, collected)]
 
 
@@ -630,7 +488,7 @@ def _task_section(task: _Task) -> Section:
     words = [f"Source: {task.says('source')}." if task.says("source") else "", better]
     if task.chance is not None:
         words.append(f"Chance is {_chance(task)}.")
-    trained = sorted({number for entry in task.entries if (number := _finite(entry.get("trained_at"))) is not None})
+    trained = sorted({number for entry in task.entries if (number := finite(entry.get("trained_at"))) is not None})
     if trained:
         words.append(f"Trained at length {' and '.join(map(_word, trained))}.")
     shown = list(task.series)
@@ -663,7 +521,7 @@ def _curve(task: _Task, label: str, axis: _Axis) -> Curve:
     means = task.along(label, axis)
     entries = task.series[label]
     runs = [[task.estimate_run(entry, {axis.name: word}) for word in axis.words] for entry in entries]
-    trained = {_finite(entry.get("trained_at")) if axis.name == "length" else None for entry in entries}
+    trained = {finite(entry.get("trained_at")) if axis.name == "length" else None for entry in entries}
     has_interval = any(mean is not None and mean.low is not None for mean in means)
     return Curve(
         f"{label}, {len(entries)} runs" if len(entries) > 1 else label,
@@ -720,7 +578,7 @@ def _made_section(results: Sequence[Result], tasks: Sequence[_Task]) -> Section:
     header = ["run", "model", "parameters", "seed", "date", "torch", "seconds", "command"]
     rows = []
     for result in results:
-        seconds = [s for entry in result["tasks"].values() if (s := _finite(entry.get("seconds"))) is not None]
+        seconds = [s for entry in result["tasks"].values() if (s := finite(entry.get("seconds"))) is not None]
         calls = _calls(result)
         versions = [found if isinstance(found := call.get("versions"), dict) else {} for call in calls]
         cells = [result["name"], result["model"]["name"], _count(result["model"].get("parameters"))]
@@ -766,31 +624,17 @@ def _settings(task: _Task) -> str:
 def write_report(
     results: Sequence[Result], out: str | Path, title: str = TITLE, sections: Sequence[Section] = ()
 ) -> Path:
-    """Write the page and its figures into a folder, made if it is not there; nothing if something is wrong.
+    """Write the page of results and its figures into a folder; nothing if something is wrong.
 
     Args:
         results: as ``load_results`` gives them; may be empty if there are sections.
-        out: the folder, for ``report.html``, ``TASK.png`` and ``TASK-heat-MODEL.png``.
+        out: the folder, for ``report.html``, ``TASK.png`` and ``TASK-heat-MODEL.png``; made if needed.
         title: of the page.
-        sections: more parts, which stand between the summary and the tasks.
+        sections: other parts, which stand after the summary.
 
     Returns the path of the page.
     """
-    out = Path(out)
-    if out.exists() and not out.is_dir():
-        raise ValueError(f"out is the file {out}; expected a folder")
-    if not results and not sections:
-        raise ValueError("there are no results and no sections; expected at least one of them")
-    for index, result in enumerate(results):
-        check_result(result, f"result {index + 1}")
-    made = result_sections(results)
-    parts = [*made[:1], *sections, *made[1:]]
-    page = render_report(parts, title, _facts(results))
-    pictures = dict(zip(_file_names(parts), [figure.png for part in parts for figure in part.figures], strict=True))
-    for name, png in pictures.items():
-        write_atomically(out / name, png)
-    write_atomically(out / PAGE, page.encode("utf-8", "replace"))
-    return out / PAGE
+    return write_page(result_sections(results, sections), out, title, _facts(results))
 
 
 def _facts(results: Sequence[Result]) -> str:
@@ -798,88 +642,3 @@ def _facts(results: Sequence[Result]) -> str:
     tasks = {_variant(key, task)[0] for result in results for key, task in result["tasks"].items() if task["cells"]}
     counts = {"model": len(models), "run": len(results), "task": len(tasks)}
     return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items()) if results else ""
-
-
-def _file_names(sections: Iterable[Section]) -> list[str]:
-    """A file name for each figure, all different also where capitals do not count."""
-    names: list[str] = []
-    for figure in (figure for section in sections for figure in section.figures):
-        stem = (
-            re.sub(r"[^\w.+-]+", "_", figure.name.removesuffix(".png"), flags=re.ASCII).lstrip("._")[:120] or "figure"
-        )
-        name, number = f"{stem}.png", 2
-        while name.lower() in (other.lower() for other in names):
-            name, number = f"{stem}-{number}.png", number + 1
-        names.append(name)
-    return names
-
-
-def render_report(sections: Sequence[Section], title: str = TITLE, facts: str = "") -> str:
-    """The page: everything is in it, and every text of the sections is shown as it is."""
-    links = [f'<li><a href="#part-{index}">{_text(part.title)}</a></li>' for index, part in enumerate(sections)]
-    parts = {
-        "TITLE": _text(title),
-        "FACTS": f'<p class="soft">{_text(facts)}</p>' if facts else "",
-        "LINKS": f'<nav aria-label="Parts"><ul>{"".join(links)}</ul></nav>' if len(sections) > 2 else "",
-        "SECTIONS": "\n".join(_render_section(index, part) for index, part in enumerate(sections)),
-    }
-    page = files("titans.report").joinpath("page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], page)
-
-
-def _text(text: str) -> str:
-    return html.escape(text)
-
-
-def _render_section(index: int, section: Section) -> str:
-    paragraphs = "".join(f"<p>{_text(paragraph)}</p>\n" for paragraph in section.paragraphs)
-    tables = "".join(map(_render_table, section.tables))
-    figures = "".join(map(_render_figure, section.figures))
-    figures = f'<div class="figures">\n{figures}</div>\n' if figures else ""
-    return f'<section id="part-{index}">\n<h2>{_text(section.title)}</h2>\n{paragraphs}{tables}{figures}</section>'
-
-
-def _render_table(table: Table) -> str:
-    for row in table.rows:
-        if len(row) != len(table.header):
-            raise ValueError(f"a row has {len(row)} cells, {_shorten(list(row))}; expected {len(table.header)}")
-    columns = list(zip(table.header, *table.rows, strict=True))
-    kinds = list(map(_column_kind, columns))
-    turned = " class=turn" if "long" in kinds or sum(map(_least_width, columns)) > ROOM else ""
-    header = "".join(f'<th scope="col" class="{k}">{_text(n)}</th>' for n, k in zip(table.header, kinds, strict=True))
-    rows = []
-    for row in table.rows:
-        first = f'<th scope="row" class="{kinds[0]}">{_text(row[0])}</th>' if row else ""
-        cells = zip(table.header[1:], kinds[1:], row[1:], strict=True)
-        rest = "".join(f'<td class="{kind}" data-name="{_text(name)}">{_text(cell)}</td>' for name, kind, cell in cells)
-        rows.append(f"<tr>{first}{rest}</tr>\n")
-    caption = f'<p class="caption">{_text(table.caption)}</p>\n' if table.caption else ""
-    label = f' aria-label="{_text(table.caption)}"' if table.caption else ""
-    return (
-        f'{caption}<div class="wide" tabindex="0" role="group"{label}><table{turned}>\n'
-        f"<thead><tr>{header}</tr></thead>\n<tbody>\n{''.join(rows)}</tbody>\n</table></div>\n"
-    )
-
-
-def _column_kind(column: Sequence[str]) -> str:
-    """How a column is set: numbers to the right, long texts across a narrow screen."""
-    if all(re.fullmatch(r"[-+–]?[\d.,%*()e+± ]*", cell) for cell in column[1:]):
-        return "number"
-    return "long" if any(len(cell) > LONG for cell in column[1:]) else "text"
-
-
-def _least_width(column: Sequence[str]) -> int:
-    """Letters that a column takes if it is broken between words, its margins included."""
-    return 2 + min(LONG, max(len(word) for cell in column for word in cell.split(" ")))
-
-
-def _render_figure(figure: Figure) -> str:
-    if figure.png[:8] != b"\x89PNG\r\n\x1a\n" or len(figure.png) < 24:
-        raise ValueError(f"the figure {figure.name} holds {figure.png[:8]!r}; expected a PNG")
-    width, height = struct.unpack(">II", figure.png[16:24])
-    caption = f"<figcaption>{_text(figure.caption)}</figcaption>" if figure.caption else ""
-    data = base64.b64encode(figure.png).decode()
-    return (
-        f'<figure><img alt="{_text(figure.alt)}" width="{width}" height="{height}" src="data:image/png;base64,{data}">'
-        f"{caption}</figure>\n"
-    )
