@@ -1,30 +1,122 @@
-"""Files that matter are written whole or not at all."""
+"""Files that matter are written whole or not at all, and a folder belongs to one process at a time."""
 
 from __future__ import annotations
 
+import json
+import math
+import os
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 RUN = "train.yaml"  # in the folder of a run: its config,
 METRICS = "metrics.jsonl"  # what was logged along the way,
 RESULT = "result.json"  # its last figures: a run that has them is complete;
 EVAL = "eval.json"  # in that of an evaluation: its results
+LOCK = ".titans.lock"  # in any output folder, while a process writes there
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write under a temporary name beside `path`, then rename: `path` is never seen half written."""
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` to write a file under; once it is on disk, it takes the place of ``path``.
+
+    ``path`` is never seen half written, and an error leaves it as it was.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(content)
+        yield temporary
+        sync(temporary)
         temporary.replace(path)
+        sync(path.parent)
     except OSError as error:
         if error.filename == str(temporary):  # whoever reads the message knows the other name
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Write ``content`` to ``path``, whole or not at all."""
+    with replacing(path) as temporary:
+        temporary.write_bytes(content)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write ``value`` as JSON to ``path``, whole or not at all; NaN and infinity, which JSON has not, become null."""
+    write_atomically(path, json.dumps(finite(value), indent=2, allow_nan=False).encode() + b"\n")
+
+
+def finite(value: Any) -> Any:
+    """``value`` with None for every number in it that is NaN or infinite."""
+    if isinstance(value, dict):
+        return {key: finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def sync(path: Path) -> None:
+    """Return only when a file, or the names in a folder, are on disk."""
+    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+        return
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def locked(folder: Path, command: str, timeout: float = 0.0) -> Iterator[None]:
+    """Keep other processes out of ``folder``, which is made if it is missing and removed again if nothing is written.
+
+    The lock of a process that was killed is free. A ``ValueError`` says who has the folder, or why it cannot be
+    written to.
+
+    Args:
+        command: what this process is, such as ``titans train``: the refusal that others get names it.
+        timeout: how many seconds to wait for another process.
+    """
+    missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
+    lock = FileLock(folder / LOCK, timeout=timeout)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock.acquire()
+        (folder / LOCK).write_text(f"{command}, process {os.getpid()}", encoding="utf-8")
+    except Timeout:
+        raise ValueError(
+            f"{folder} is in use by another process ({_holder(folder)}); wait for it to end or choose another folder"
+        ) from None
+    except OSError as error:
+        lock.release()
+        reason = "it is a file" if os.path.isfile(folder) else error.strerror
+        raise ValueError(f"{folder} cannot be written to ({reason}); expected a folder to write in") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):  # Windows removes no open file
+            (folder / LOCK).unlink()
+        lock.release()
+        with suppress(OSError):
+            for path in missing:
+                path.rmdir()
+
+
+def content(folder: Path) -> list[Path]:
+    """What a folder holds besides a lock."""
+    return [path for path in folder.iterdir() if path.name != LOCK]
+
+
+def _holder(folder: Path) -> str:
+    with suppress(OSError):
+        return (folder / LOCK).read_text(encoding="utf-8") or "just started"
+    return "just ended"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -1,15 +1,18 @@
-"""What several verbs need: lists as options, a bar of progress, and where to write."""
+"""What several commands need: lists as options, a progress bar, a device, and where to write."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
+
+from titans.report.progress import bar as bar
+
+DEVICE = "Where to run: auto (CUDA if there is any, else MPS, else the CPU), cpu, cuda, cuda:N or mps."
+Device = Annotated[str, typer.Option(help=DEVICE)]
 
 
 def require(verb: str, package: str, extra: str) -> None:
@@ -46,19 +49,6 @@ def pairs(items: list[str], option: str) -> dict[str, Any]:
             raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{item}', whose value cannot be read.") from None
         made[name] = value
     return made
-
-
-@contextmanager
-def bar(start: str = "starting", total: int | None = None) -> Iterator[Callable[[int, int | None, str], None]]:
-    """A bar on the terminal, moved by (done, total, what is being done); nothing where there is no terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    screen = Console(stderr=True)
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as shown:
-        task = shown.add_task(start, total=total)
-        yield lambda done, total, what: shown.update(task, completed=done, total=total, description=what)
 
 
 def check_output(path: Path) -> Path:

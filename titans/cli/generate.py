@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titans.cli.common import require
+from titans.cli.common import Device, bar, require
 
 if TYPE_CHECKING:
     from titans.models.generation import Session
@@ -40,7 +40,7 @@ def generate(
     stop: Annotated[list[str], typer.Option(help="End before this text; may be given again.")] = [],  # noqa: B006
     echo: Annotated[bool, typer.Option(help="Print the prompt before the answer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda...; default: a GPU if there is one.")] = None,
+    device: Device = "auto",
     dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: as saved.")] = None,
 ) -> None:
     """Go on with a text. A document can be read first, in constant memory, and what was read kept for later."""
@@ -62,7 +62,7 @@ def generate(
             temperature, top_k, top_p, greedy, repetition_penalty, secrets.randbits(32) if seed is None else seed
         )
         kept = memory if memory is not None and memory.exists() else None
-        session = Session.load(model, kept, *_place(device, dtype))
+        session = Session.load(model, kept, device, _numbers(dtype))
         if memory is not None:
             check_keeps_memory(session.model, model)
         if kept is not None:
@@ -124,44 +124,29 @@ def _check_context(path: Path) -> None:
         raise typer.BadParameter(f"{error}.") from error
 
 
-def _place(device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    """Where the model goes, and of what kind its numbers are."""
+def _numbers(dtype: str | None) -> Any:
+    """The kind of number that weights are."""
     import torch
 
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype}; expected one of {', '.join(DTYPES)}")
-    name = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        place = torch.empty(0, device=name).device
-    except Exception as error:  # each kind of device has its own way to be missing
-        raise ValueError(f"--device {name} cannot be used: {str(error).splitlines()[0]}") from error
-    return place, None if dtype is None else getattr(torch, dtype)
+    return None if dtype is None else getattr(torch, dtype)
 
 
 def _read_context(session: Session, path: Path, memory: Path | None) -> dict[str, Any]:
     """Reads a document with a bar of progress, and keeps it in ``memory`` once it has been read whole."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
-
     from titans.models.text import read_text
 
     if session.reader.grows:
         _say(f"the cache of a {session.model.config.model_type} model grows with the context.")
-    figures = TextColumn("{task.fields[tokens]:,} tokens, {task.fields[rate]:,.0f} a second, time left")
-    columns = (TextColumn("reading"), BarColumn(), TaskProgressColumn(), figures, TimeRemainingColumn())
-    screen = Console(stderr=True)
     size = path.stat().st_size or None  # that of a pipe is not known
     start = time.perf_counter()
     try:
-        with (
-            path.open("rb", buffering=0) as file,
-            Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar,
-        ):
-            task = bar.add_task("", total=size, tokens=0, rate=0.0)
+        with path.open("rb", buffering=0) as file, bar("reading", size) as move:
 
             def show(count: int) -> None:
                 rate = count / (time.perf_counter() - start)
-                bar.update(task, completed=file.tell() if size else 0, tokens=count, rate=rate)
+                move(file.tell() if size else 0, size, f"reading: {count:,} tokens, {rate:,.0f} tokens/s")
 
             blocks = read_text(file, str(path))
             first = next(blocks, None)

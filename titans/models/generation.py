@@ -220,7 +220,7 @@ class Session:
         cls,
         name: str,
         memory: str | os.PathLike[str] | None = None,
-        device: torch.device | str = "cpu",
+        device: torch.device | str = "auto",
         dtype: torch.dtype | None = None,
     ) -> Session:
         """The model in a folder or on the hub, at the beginning or where the file ``memory`` left off."""
@@ -228,7 +228,7 @@ class Session:
         cache = None
         if memory is not None:
             check_keeps_memory(model, name)
-            cache = TitansCache.load(memory, device)
+            cache = TitansCache.load(memory, model.device)
             try:
                 cache.check(model.config, batch_size=1)
             except ValueError as error:

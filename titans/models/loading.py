@@ -21,15 +21,30 @@ HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
 HUB_FILES, NOT_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt"), ("*/*", "consolidated*")
 
 
+def choose_device(name: torch.device | str = "auto") -> torch.device:
+    """The device of that name; ``auto`` is CUDA if there is any, else MPS, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except Exception as error:  # each kind of device has its own way to be missing
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"device is {str(name)!r}, which cannot be used ({reason}); expected auto, cpu, cuda, cuda:N or mps"
+        ) from error
+
+
 def load_model(
-    name: str, device: torch.device | str = "cpu", dtype: torch.dtype | None = None
+    name: str, device: torch.device | str = "auto", dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel, Any]:
     """A language model, ours or one of transformers, ready to run, and its tokenizer; None: it was saved without one.
 
     Args:
         name: a folder written by ``save_pretrained``, or the name of a model on the hub.
+        device: see :func:`choose_device`.
         dtype: of the weights; None: as they were saved.
     """
+    device = choose_device(device)
     folder = Path(name)
     if folder.is_file():
         raise ValueError(f"{name} is a file; expected a folder written by save_pretrained")
