@@ -19,7 +19,7 @@ from rich.table import Table as Drawn
 
 import titans
 from titans.bench.model import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
-from titans.bench.timing import busy_notices, machine_text, write_json
+from titans.bench.timing import busy_notices, machine_text
 from titans.experiments.catalogue import RECALL, SCHEDULE
 from titans.experiments.memory_tests import (
     AGAIN,
@@ -35,9 +35,9 @@ from titans.experiments.tasks import read_result
 from titans.files import EVAL, METRICS
 from titans.models import TitansForCausalLM
 from titans.models.loading import load_model
-from titans.report.page import Figure, Section, Table, show
-from titans.report.plots import COLOURS, GREY, Curve, drawing, finish_axes, plot_heat, plot_lines, short_number
-from titans.report.results import write_report
+from titans.report.outcome import read_kept, write_outcome
+from titans.report.page import Figure, Section, Table, print_table, show
+from titans.report.plots import Curve, Span, plot_heat, plot_lines, plot_sequence, short_number
 from titans.tasks.recall import Recall
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
@@ -63,11 +63,11 @@ LEAD = 1.05  # how much faster counts as faster
 SPEED = ModelBenchmarkSettings(
     dim=MODEL["hidden_size"], layers=MODEL["num_hidden_layers"], heads=MODEL["num_attention_heads"], vocab_size=192,
     memory_depth=MODEL["memory_depth"], segment=512, persistent=MODEL["num_persistent_tokens"],
-    lengths=(256, 1024, 4096, 8192, 16384), measures=(PREFILL,), repeats=3, only=("mac", BASELINE), memory=False,
+    lengths=(256, 1024, 4096, 8192, 16384), measures=(PREFILL,), repeats=3, only=("mac", BASELINE), peak_memory=False,
 )  # fmt: skip
 NAMES = {"mac": OURS, BASELINE: THEIRS}
 
-REPORT = "report.json"
+NAME = "report"  # of the files that the demonstration writes
 QUICK = "This was a quick run of a few steps, too few to learn from: it only shows that everything works."
 TITLE = "Titans: a memory that learns while it reads"
 Report = dict[str, Any]
@@ -98,21 +98,26 @@ def run_demo(
     """
     seeds = tuple(seeds)[:1] if quick else tuple(seeds)
     if not seeds or len(set(seeds)) != len(seeds) or min(seeds) < 0:
-        raise ValueError(f"seeds must be one or more different numbers from 0 up, got {list(seeds)}")
+        raise ValueError(f"seeds is {list(seeds)}; expected one or more different numbers from 0 up")
     out = Path(out_dir)
     if out.exists() and not out.is_dir():
-        raise ValueError(f"out_dir must be a folder, got the file {out}")
+        raise ValueError(f"out_dir is the file {out}; expected a folder")
     console = console or Console()
     jobs = make_jobs(out, seeds, quick)
     speed = _speed_settings(quick)
     settings = {"version": titans.__version__, "jobs": [_about(job) for job in jobs], "speed": asdict(speed)}
-    settings = json.loads(json.dumps(settings))
-    report = _read(out / REPORT, settings)
-    if report is None:
+    report = read_kept(out / f"{NAME}.json", settings)
+    if report:
+        console.print(
+            f"This demonstration is in {out} already, and this is what came out; remove the folder to run it again.",
+            highlight=False,
+        )
+    else:
         check_jobs(jobs)
         start = time.perf_counter()
         _run(jobs, min(2, os.cpu_count() or 1) if at_a_time is None else at_a_time, console)
         report = {
+            "name": NAME,
             "title": TITLE,
             "command": command or _command(seeds, quick),
             "date": time.strftime("%Y-%m-%d"),
@@ -128,19 +133,13 @@ def run_demo(
             "surprise": surprise_of_facts(_load(jobs[0]), task_of(jobs[0]), sequences=SURPRISED),
             "speed": _measure_speed(speed, console),
             "seconds": round(time.perf_counter() - start, 1),
-            "settings": settings,
+            "settings": json.loads(json.dumps(settings)),
         }
-        write_json(report, out / REPORT)
-    else:
-        console.print(
-            f"This demonstration is in {out} already, and here is what came out; without that folder it runs again.",
-            highlight=False,
-        )
-    page = write_page(report, out)
-    console.print(draw_table(report))
+    page = write_outcome(report | {"name": NAME}, report["title"], sections(report), out)
+    print_table(console, recall_table(report))
     for sentence in (*summary(report), about_surprise(report), about_speed(report), *([QUICK] if quick else [])):
         console.print(sentence, highlight=False)
-    console.print(f"Report: {page}, its pictures beside it, and {out / REPORT}", highlight=False)
+    console.print(f"Report: {page}, its pictures beside it, and {out / NAME}.json and .md", highlight=False)
     return report
 
 
@@ -174,15 +173,6 @@ def _about(job: Job) -> dict[str, Any]:
     config = job.config.to_dict()
     del config["output"]
     return {"train": config, "tests": [asdict(test) for test in job.tests]}
-
-
-def _read(path: Path, settings: dict[str, Any]) -> Report | None:
-    """The report of a demonstration that was made with the same settings, None if there is none."""
-    try:
-        report: Report = json.loads(path.read_text(encoding="utf-8"))
-        return report if report["settings"] == settings else None
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def _command(seeds: Sequence[int], quick: bool) -> str:
@@ -346,23 +336,8 @@ def recall_table(report: Report) -> Table:
     return Table(header, rows, f"Recall of {report['pairs']} facts from the start of the sequence.")
 
 
-def draw_table(report: Report) -> Drawn:
-    """The same for a terminal."""
-    table = recall_table(report)
-    drawn = Drawn(title=table.caption, title_justify="left", title_style="bold")
-    for name in table.header:
-        drawn.add_column(name, justify="right")
-    for row in table.rows:
-        drawn.add_row(*row)
-    return drawn
-
-
-def write_page(report: Report, out: Path) -> Path:
-    """Write `report.html` and its pictures; returns the path of the page."""
-    return write_report([], out, report["title"], _sections(report))
-
-
-def _sections(report: Report) -> list[Section]:
+def sections(report: Report) -> list[Section]:
+    """What the page shows."""
     short = [*summary(report), *([QUICK] if report["quick"] else [])]
     pairs, speed = report["pairs"], report["speed"]
     recall = Figure("recall", plot_recall(report), "Recall against length, with memory and with the memory off")
@@ -422,34 +397,21 @@ def _made_section(report: Report) -> Section:
 def plot_recall(report: Report) -> bytes:
     """Recall against length as PNG: a thick line for the mean, thin ones for the seeds."""
     lengths, window = report["lengths"], report["window"]
-    with drawing(4.3) as (axes, buffer):
-        handles: dict[str, Any] = {}
-        for number, arm in enumerate(ARMS):
-            colour = COLOURS[number]
-            each = [recalls(report, arm, length) for length in lengths]
-            for run in zip(*each, strict=True):
-                axes.plot(lengths, run, color=colour, linewidth=0.8, alpha=0.5)
-            style: dict[str, Any] = {
-                "color": colour,
-                "linewidth": 2.6,
-                "marker": "os"[number],
-                "markersize": 7,
-                "clip_on": False,
-            }
-            (handles[arm],) = axes.plot(lengths, [fmean(values) for values in each], **style)
-        handles["chance"] = axes.axhline(report["chance"], color=GREY, linewidth=1.4, linestyle="--", zorder=1)
-        handles["trained here"] = axes.axvline(report["trained_at"], color=GREY, linewidth=1.6, linestyle=":", zorder=1)
-        axes.axvspan(window / 2, window, color="#f0e442", alpha=0.5, linewidth=0)
-        axes.text(window / 2**0.5, 0.5, f"attention\nsees {window}", rotation=90, ha="center", va="center", fontsize=12)
-        axes.set_xscale("log", base=2)
-        axes.set_xlim(window / 2, lengths[-1] * 1.25)
-        axes.set_xticks([window, *lengths], [short_number(place) for place in (window, *lengths)])
-        axes.set_ylim(-0.03, 1.03)
-        axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0", "25", "50", "75", "100"])
-        axes.grid(axis="y", color="#e3e3e3")
-        title = "Facts from the start, asked for at the end"
-        finish_axes(axes, title, "length of the sequence (tokens)", "facts recalled (%)", handles)
-    return buffer.getvalue()
+    curves = []
+    for style, arm in enumerate(ARMS):
+        each = [recalls(report, arm, length) for length in lengths]
+        runs = list(zip(*each, strict=True))
+        curves.append(Curve(arm, [fmean(values) for values in each], (), (), runs, style, report["trained_at"]))
+    return plot_lines(
+        lengths,
+        curves,
+        "Facts from the start, asked for at the end",
+        "length of the sequence (tokens)",
+        "facts recalled (%)",
+        percent=True,
+        chance=report["chance"],
+        span=Span(window / 2, window, f"attention\nsees {window}"),
+    )
 
 
 def plot_needle(report: Report, arm: str) -> Figure:
@@ -469,28 +431,12 @@ def plot_needle(report: Report, arm: str) -> Figure:
 
 
 def plot_surprise(report: Report) -> bytes:
-    """Surprise of the first layer along a sequence as PNG: a bar a token, the parts of the sequence marked."""
-    values = report["surprise"]["layers"][0]
-    with drawing(3.9) as (axes, buffer):
-        start, kinds = 0, {"key": COLOURS[5], "value": COLOURS[0], "filler": "#999999"}
-        handles: dict[str, Any] = {}
-        top = 1.3 * max(values)
-        for number, (part, count) in enumerate(report["surprise"]["parts"]):
-            for kind, colour in kinds.items():
-                if (kind == "filler") == (part == FILLERS):
-                    step = 1 if kind == "filler" else 2
-                    places = range(start + (kind == "value"), start + count, step)
-                    bars = axes.bar(places, [values[place] for place in places], 0.85, color=colour)
-                    handles.setdefault(kind, bars)
-            if number:
-                axes.axvline(start - 0.5, color="#333333", linewidth=1)
-            axes.text(start + count / 2 - 0.5, top, part.replace(" ", "\n", 1), ha="center", va="top", fontsize=11)
-            start += count
-        axes.set_xlim(-0.5, start - 0.5)
-        axes.set_ylim(0, 1.02 * top)
-        axes.grid(axis="y", color="#e3e3e3")
-        finish_axes(axes, "What surprises the memory", "token of the sequence", "surprise", handles)
-    return buffer.getvalue()
+    """Surprise of the first layer along a sequence, as PNG."""
+    values, parts = report["surprise"]["layers"][0], report["surprise"]["parts"]
+    kinds = [
+        "filler" if part == FILLERS else ("key", "value")[place % 2] for part, count in parts for place in range(count)
+    ]
+    return plot_sequence(values, kinds, parts, "What surprises the memory", "token of the sequence", "surprise")
 
 
 def plot_speed(report: Report) -> Figure:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from titans.files import write_atomically
+from titans.files import write_atomically, write_json
 from titans.report.page import Section, page_as_markdown, write_page
 
 
@@ -28,7 +28,7 @@ def read_kept(path: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 def write_figures(report: dict[str, Any], out: Path) -> None:
     """Write NAME.json alone, as far as the report has come; NAME is ``report["name"]``."""
-    write_atomically(out / f"{report['name']}.json", json.dumps(report, indent=1, allow_nan=False).encode())
+    write_json(out / f"{report['name']}.json", report)
 
 
 def write_results(report: dict[str, Any], text: str, out: Path) -> None:

@@ -1,8 +1,9 @@
-"""Figures of results as PNG: lines along a number, bars for words, and heat maps."""
+"""Everything that is drawn, as PNG in one palette: lines along numbers, bars, dots, heat maps, sequences."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import textwrap
 import warnings
@@ -17,10 +18,11 @@ if TYPE_CHECKING:
 
 # The palette of Okabe and Ito, which colour-blind readers tell apart, without its yellow, which white swallows.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-GREY = "#666666"
-WIDTH = 5.6  # inches: narrow, so that letters can still be read on a telephone
-BANDS = 3  # curves whose intervals are drawn when their runs are, too: more hide each other
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")  # one more than colours, so that the eighth line differs in both
+GREY, DARK, GRID, SHADE = "#666666", "#333333", "#e3e3e3", "#f6f0a1"
+WIDTH = 5.6  # inches: narrow, so that letters can still be read on a phone
+BANDS = 3  # curves whose intervals are drawn when their runs are drawn too: more would hide each other
+MARKED = 24  # places; with more of them a line has no markers
 LETTER = 0.6  # width of a letter, as a share of its size
 SIZES = {"font.size": 13.0, "figure.titlesize": 14.0, "xtick.labelsize": 12.0, "ytick.labelsize": 12.0}
 STYLE = {**SIZES, "legend.fontsize": 12.0, "text.parse_math": False}  # a $ in a name is a $
@@ -35,10 +37,11 @@ class Curve:
     Attributes:
         name: for the legend.
         values: one for each place on the axis.
-        lows, highs: ends of the interval of each value; empty: none is drawn, nor with many curves of several runs.
+        lows, highs: ends of the interval of each value; empty: none is drawn.
         runs: the values of each run, drawn thin; empty: the values are those of a single run.
         style: chooses colour and marker, the same in every figure of a report.
         trained_at: the place on the axis that it was trained at.
+        dashed: sets a line apart from the others, as a baseline from our models.
     """
 
     name: str
@@ -48,6 +51,7 @@ class Curve:
     runs: Sequence[Values] = ()
     style: int = 0
     trained_at: float | None = None
+    dashed: bool = False
 
     @property
     def colour(self) -> str:
@@ -55,9 +59,19 @@ class Curve:
 
     @property
     def line(self) -> dict[str, Any]:
-        """Arguments of its line; dashes and dots are taken."""
-        dashes = "-" if self.style < len(COLOURS) else "-."
+        """Arguments of its line."""
+        solid = "-" if self.style < len(COLOURS) else "-."
+        dashes = (0, (4, 1.5)) if self.dashed else solid  # longer dashes than those of chance
         return {"color": self.colour, "marker": MARKERS[self.style % len(MARKERS)], "linestyle": dashes}
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of a number axis that is shaded, with a text upon it."""
+
+    low: float
+    high: float
+    text: str
 
 
 def has_band(curve: Curve, curves: Sequence[Curve]) -> bool:
@@ -73,23 +87,26 @@ def plot_lines(
     y_label: str,
     percent: bool = False,
     chance: float | None = None,
+    span: Span | None = None,
 ) -> bytes:
-    """A line a curve over numbers in rising order, as PNG.
+    """One line per curve over numbers in rising order, as PNG; an axis that spans much is logarithmic.
 
     Args:
         percent: the values are shares, shown as 0 to 100.
         chance: what guessing gives, a dashed line.
+        span: a shaded stretch of the numbers.
     """
     trained = {curve.trained_at for curve in curves if curve.trained_at is not None}
     named = len(curves) + (chance is not None) + bool(trained)
-    with drawing(3.7 + _legend_height([_short(curve.name) for curve in curves], named)) as (axes, buffer):
+    with _drawing(3.7 + _legend_height([_short(curve.name) for curve in curves], named)) as (axes, buffer):
         handles: dict[str, Any] = {}
         for curve in curves:
             for run in curve.runs:
                 axes.plot(places, _gaps(run), color=curve.colour, linewidth=0.8, alpha=0.5)
             if has_band(curve, curves):
                 axes.fill_between(places, _gaps(curve.lows), _gaps(curve.highs), color=curve.colour, alpha=0.15, lw=0)
-            (line,) = axes.plot(places, _gaps(curve.values), linewidth=2.4, markersize=6, clip_on=False, **curve.line)
+            size = 6 if len(places) <= MARKED else 0
+            (line,) = axes.plot(places, _gaps(curve.values), lw=2.4, markersize=size, clip_on=False, **curve.line)
             handles[_legend_name(curve, handles)] = line
         if chance is not None:
             handles["chance"] = axes.axhline(chance, color=GREY, linewidth=1.4, linestyle="--", zorder=1)
@@ -98,10 +115,10 @@ def plot_lines(
             colour = colours.pop() if len(trained) > 1 and len(colours) == 1 else GREY
             line = axes.axvline(place, color=colour, linewidth=1.6, linestyle=":", zorder=1)
             handles.setdefault("trained here", line)
-        _number_axis(axes, places, trained)
+        _number_axis(axes, places, trained, span)
         _value_axis(axes, "y", curves, percent)
-        axes.grid(axis="y", color="#e3e3e3")
-        finish_axes(axes, title, x_label, y_label, handles)
+        axes.grid(axis="y", color=GRID)
+        _finish_axes(axes, title, x_label, y_label, handles)
     return buffer.getvalue()
 
 
@@ -114,7 +131,7 @@ def plot_bars(
     percent: bool = False,
     chance: float | None = None,
 ) -> bytes:
-    """A group of bars for each word, a bar a curve, as PNG; the bars lie, so that words of any length can be read.
+    """A group of bars for each word, one bar per curve, as PNG; the bars lie, so that long words can be read.
 
     The arguments are those of ``plot_lines``; ``x_label`` says what the words are.
     """
@@ -123,7 +140,7 @@ def plot_bars(
     step = count * thickness + 0.14
     named = count + (chance is not None)
     height = 1.3 + step * len(words) + _legend_height([_short(curve.name) for curve in curves], named)
-    with drawing(height) as (axes, buffer):
+    with _drawing(height) as (axes, buffer):
         handles: dict[str, Any] = {}
         for index, curve in enumerate(curves):
             places = [place + (index - (count - 1) / 2) * thickness / step for place in range(len(words))]
@@ -135,17 +152,65 @@ def plot_bars(
             if curve.lows and curve.highs:
                 ends = zip(curve.values, curve.lows, curve.highs, strict=True)
                 sides = [(max(v - a, 0.0), max(b - v, 0.0)) if _all(v, a, b) else (0.0, 0.0) for v, a, b in ends]  # type: ignore[operator]
-                axes.errorbar(values, places, xerr=list(zip(*sides, strict=True)), fmt="none", ecolor="#333333", lw=1)
+                axes.errorbar(values, places, xerr=list(zip(*sides, strict=True)), fmt="none", ecolor=DARK, lw=1)
             for run in curve.runs:
-                axes.plot(_gaps(run), places, "o", color="white", markeredgecolor="#333333", markersize=3.5, mew=0.8)
+                axes.plot(_gaps(run), places, "o", color="white", markeredgecolor=DARK, markersize=3.5, mew=0.8)
             handles[_legend_name(curve, handles)] = bars
         if chance is not None:
             handles["chance"] = axes.axvline(chance, color=GREY, linewidth=1.4, linestyle="--")
         axes.set_yticks(range(len(words)), [_short(word) for word in words])
         axes.set_ylim(len(words) - 0.5, -0.5)
         _value_axis(axes, "x", curves, percent)
-        axes.grid(axis="x", color="#e3e3e3")
-        finish_axes(axes, title, y_label, x_label, handles)
+        axes.grid(axis="x", color=GRID)
+        _finish_axes(axes, title, y_label, x_label, handles)
+    return buffer.getvalue()
+
+
+def plot_dots(curves: Sequence[Curve], title: str, x_label: str) -> bytes:
+    """One row per curve, the first on top, as PNG: a dot for the one value of each run, a stroke for their mean."""
+    with _drawing(1.3 + 0.36 * len(curves)) as (axes, buffer):
+        for place, curve in enumerate(curves):
+            runs = [run[0] for run in curve.runs or [curve.values] if run[0] is not None]
+            axes.plot(runs, [place] * len(runs), "o", color=curve.colour, markersize=8, alpha=0.6, mew=0)
+            axes.plot(_gaps(curve.values[:1]), [place], "|", color=DARK, markersize=18, mew=2)
+        axes.set_yticks(range(len(curves)), [_short(curve.name) for curve in curves])
+        axes.set_ylim(len(curves) - 0.5, -0.5)
+        axes.margins(x=0.08)
+        axes.locator_params(axis="x", nbins=5)
+        axes.grid(axis="x", color=GRID)
+        _finish_axes(axes, title, x_label, "", {})
+    return buffer.getvalue()
+
+
+def plot_sequence(
+    values: Sequence[float],
+    kinds: Sequence[str],
+    parts: Sequence[tuple[str, int]],
+    title: str,
+    x_label: str,
+    y_label: str,
+) -> bytes:
+    """One bar per token of a sequence, as PNG.
+
+    Args:
+        kinds: what each token is; one colour per kind.
+        parts: the name and the number of tokens of each part of the sequence, in order.
+    """
+    with _drawing(3.9) as (axes, buffer):
+        handles: dict[str, Any] = {}
+        for kind, colour in zip(dict.fromkeys(kinds), itertools.cycle((COLOURS[5], COLOURS[0], "#999999"))):
+            places = [place for place, each in enumerate(kinds) if each == kind]
+            handles[kind] = axes.bar(places, [values[place] for place in places], 0.85, color=colour)
+        start, top = 0, 1.3 * max(values)
+        for name, count in parts:
+            if start:
+                axes.axvline(start - 0.5, color=DARK, linewidth=1)
+            axes.text(start + count / 2 - 0.5, top, name.replace(" ", "\n", 1), ha="center", va="top", fontsize=11)
+            start += count
+        axes.set_xlim(-0.5, len(values) - 0.5)
+        axes.set_ylim(0, 1.02 * top)
+        axes.grid(axis="y", color=GRID)
+        _finish_axes(axes, title, x_label, y_label, handles)
     return buffer.getvalue()
 
 
@@ -163,17 +228,17 @@ def plot_heat(
     """A coloured cell with its number for each row and column, the first row on top, as PNG.
 
     Args:
-        values: a row of values for each of ``rows``; a cell without one is grey, with a dash.
+        values: one row of values for each of ``rows``; a cell without a value is grey, with a dash.
         value_label: what the colours mean.
         show: a value as text, in the cells and beside the colours.
-        limits: the values of the ends of the scale of colours.
+        limits: the values at the ends of the colour scale.
     """
     from matplotlib.ticker import FuncFormatter
 
     texts = [["–" if value is None else show(value) for value in row] for row in values]
     letters = max(len(text) for row in texts for text in row)
     size = min(12.0, 0.85 * 72 * 3.9 / len(columns) / (LETTER * letters))
-    with drawing(1.6 + 0.42 * max(len(rows), 3)) as (axes, buffer):
+    with _drawing(1.6 + 0.42 * max(len(rows), 3)) as (axes, buffer):
         image = axes.imshow([_gaps(row) for row in values], "viridis", aspect="auto", vmin=limits[0], vmax=limits[1])
         axes.set_facecolor("#dddddd")
         for y, row in enumerate(values):
@@ -189,12 +254,14 @@ def plot_heat(
         bar = axes.figure.colorbar(image, ax=axes, format=FuncFormatter(lambda value, _: show(value)))
         bar.set_label(value_label)
         bar.outline.set_visible(False)
-        finish_axes(axes, title, x_label, y_label, {})
+        _finish_axes(axes, title, x_label, y_label, {})
     return buffer.getvalue()
 
 
 def short_number(number: float) -> str:
-    """A number for an axis: 512, 1,000, 16k for 16384, 0.25."""
+    """A number for an axis: 0.25, 512, 1,000, 16k for 16384, 1.5M for 1,500,000 and 1M for 2 to the 20th."""
+    if number >= 1e6:
+        return f"{number / (2**20 if number % 2**20 == 0 else 1e6):,.3g}M"
     if number >= 1024 and number % 1024 == 0:
         return f"{number / 1024:,.0f}k"
     return f"{number:,.0f}" if number == int(number) else f"{number:g}"
@@ -220,8 +287,8 @@ def thin(places: Sequence[float], least: float = 1 / 9) -> list[int]:
 
 
 @contextmanager
-def drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
-    """Axes to draw on, whatever settings a user has for other figures; the PNG is in the buffer afterwards."""
+def _drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
+    """Axes to draw on, untouched by a user's settings for other figures; afterwards the buffer holds the PNG."""
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -233,7 +300,7 @@ def drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
         figure.savefig(buffer, format="png")
 
 
-def finish_axes(axes: Axes, title: str, x_label: str, y_label: str, handles: dict[str, Any]) -> None:
+def _finish_axes(axes: Axes, title: str, x_label: str, y_label: str, handles: dict[str, Any]) -> None:
     """Title, labels and, for more than one handle, a legend."""
     lines = textwrap.wrap(title, 46, max_lines=3, placeholder=" …")
     axes.figure.suptitle("\n".join(lines), x=0.01, ha="left")
@@ -279,10 +346,13 @@ def _all(*values: float | None) -> bool:
     return all(value is not None for value in values)
 
 
-def _number_axis(axes: Axes, places: Sequence[float], others: set[float]) -> None:
-    """Names the places that were measured; the scale has room for ``others`` too."""
+def _number_axis(axes: Axes, places: Sequence[float], others: set[float], span: Span | None) -> None:
+    """Names the places that were measured and the end of ``span``; the scale has room for ``others`` too."""
     from matplotlib.ticker import NullLocator
 
+    if span is not None:
+        axes.axvspan(span.low, span.high, color=SHADE, linewidth=0, zorder=0.8)  # above the grid
+        places, others = sorted({*places, span.high}), {*others, span.low}
     scaled: Sequence[float] = places
     low, high = min([*places, *others]), max([*places, *others])
     margin = 0.04 * (high - low)
@@ -291,10 +361,16 @@ def _number_axis(axes: Axes, places: Sequence[float], others: set[float]) -> Non
         axes.set_xscale("log", base=2)
         scaled = [math.log2(place) for place in places]
         limits = (low / (high / low) ** 0.04, high * (high / low) ** 0.04)
+    if span is not None:
+        limits = (span.low if span.low == low else limits[0], limits[1])
+        middle = math.sqrt(span.low * span.high) if axes.get_xscale() == "log" else (span.low + span.high) / 2
+        across = axes.get_xaxis_transform()
+        axes.text(middle, 0.5, span.text, rotation=90, ha="center", va="center", fontsize=12, transform=across)
     if low < high:
         axes.set_xlim(limits)  # all of them, though the last may have no value
-    kept = thin(scaled)
-    axes.set_xticks([places[index] for index in kept], [short_number(places[index]) for index in kept])
+    names = [short_number(place) for place in places]
+    kept = thin(scaled, max(1 / 9, 0.022 * (1.5 + max(map(len, names)))))
+    axes.set_xticks([places[index] for index in kept], [names[index] for index in kept])
     axes.xaxis.set_minor_locator(NullLocator())
 
 
