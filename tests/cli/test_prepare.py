@@ -45,7 +45,7 @@ def files(folder: str | Path) -> dict[str, bytes]:
 
 
 def shards(out: str | Path) -> int:
-    return len(list(Path(out, ".partial").glob("train-*.arrow")))
+    return len(list(Path(out, ".partial").glob("shard-*.arrow")))
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
@@ -61,8 +61,8 @@ def test_prepare_says_what_it_made_and_that_it_is_there(folder: Path, capsys: py
     captured = capsys.readouterr()
     assert captured.err == ""
     assert captured.out.splitlines() == [
-        "train: 3 documents, 14 tokens (median 4, longest 6 a document)",
-        "1.00 bytes of text a token",
+        "train: 3 documents, 14 tokens (per document: median 4, longest 6)",
+        "1.00 bytes of text per token",
         "left out: 1 document without text",
         "Prepared: out",
     ]
@@ -75,8 +75,8 @@ def test_prepare_says_what_it_made_and_that_it_is_there(folder: Path, capsys: py
     assert files("out") == before
     assert run(*command, "--validation", "0.5", "--overwrite") == 0
     assert capsys.readouterr().out.splitlines()[:2] == [
-        "train: 2 documents, 7 tokens (median 4, longest 4 a document)",
-        "validation: 2 documents, 8 tokens (median 4, longest 6 a document)",
+        "train: 2 documents, 7 tokens (per document: median 4, longest 4)",
+        "validation: 2 documents, 8 tokens (per document: median 4, longest 6)",
     ]
 
 
@@ -146,6 +146,17 @@ def test_a_wrong_argument_is_one_sentence_and_nothing_is_written(
     assert sorted(folder.rglob("*")) == before
 
 
+def test_bad_lines_are_an_error_or_skipped_and_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Path("b.jsonl").open("a") as file:
+        file.write('{"body": "half a li\n{"body": "line 41"}\n')
+    command = ["prepare", "b.jsonl", "--text-column", "body", "--out", "out"]
+    assert run(*command) == 2
+    said = capsys.readouterr().err
+    assert "b.jsonl, line 41 is not JSON" in said and "--skip-bad leaves such lines out" in said
+    assert run(*command, "--skip-bad") == 0
+    assert "left out: 1 bad line" in capsys.readouterr().out.splitlines()
+
+
 @pytest.mark.parametrize("shard", ["100000", "4000"], ids=["in a shard", "in the set"])
 def test_a_full_disk_is_one_sentence_and_the_work_goes_on_when_there_is_room(
     shard: str, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -160,7 +171,7 @@ def test_a_full_disk_is_one_sentence_and_the_work_goes_on_when_there_is_room(
     assert code == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    place = "out/.partial/train-00000" if shard == "100000" else "out/.partial/set/"
+    place = "out/.partial/shard-" if shard == "100000" else "out/.partial/set/"
     assert captured.err.startswith(f"titans: {place}")
     assert captured.err.endswith(": File too large; what is done is kept, and the same command goes on from there.\n")
     assert captured.err.count("\n") == 1

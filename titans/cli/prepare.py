@@ -5,53 +5,68 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from titans.cli.common import bar
+
 if TYPE_CHECKING:
+    from titans.report.progress import Move
     from titans.training.prepare import Progress, Report
+
+Sources = Annotated[
+    list[str], typer.Argument(help="Text, JSONL or Parquet files, folders of them, or hf://OWNER/NAME on the hub.")
+]
+Separator = Annotated[
+    str | None, typer.Option(help=r"What stands between the documents of a text file; \n is a line break.")
+]
+TextColumn = Annotated[str, typer.Option(help="The column of JSONL, Parquet and hub datasets that holds the text.")]
+Split = Annotated[
+    str, typer.Option(help="The split of hub datasets whose name does not say it: hf://OWNER/NAME:SPLIT.")
+]
+Name = Annotated[str | None, typer.Option(help="The configuration of hub datasets.")]
+SkipBad = Annotated[bool, typer.Option("--skip-bad", help="Leave out lines of JSONL that are bad, and count them.")]
 
 
 def prepare(
-    sources: Annotated[
-        list[str], typer.Argument(help="Text, JSONL or Parquet files, folders of them, or hf://owner/name of the hub.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the set, new or empty.")],
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="The folder for the set, new or empty.")],
     tokenizer: Annotated[
-        str, typer.Option(help="'bytes', a folder, a tokenizer.json file, or a name on the hub.")
+        str, typer.Option(help="The tokenizer: bytes, a folder, a tokenizer.json file, or a name on the hub.")
     ] = "bytes",
     validation: Annotated[
-        list[str] | None, typer.Option(help="Part of the documents, as 0.05; or a source, may be given again.")
+        list[str] | None,
+        typer.Option(help="The validation split: a part of the documents, as 0.05, or sources; may be repeated."),
     ] = None,
-    separator: Annotated[
-        str | None, typer.Option(help=r"Stands between the documents of a text file; \n is a line break.")
+    separator: Separator = None,
+    text_column: TextColumn = "text",
+    split: Split = "train",
+    name: Name = None,
+    seed: Annotated[int, typer.Option(min=0, help="The seed that chooses the documents for validation.")] = 0,
+    workers: Annotated[
+        int | None, typer.Option(min=1, help="How many shards are made at a time; default: one per core.")
     ] = None,
-    text_column: Annotated[str, typer.Option(help="Of JSONL, Parquet and hub datasets.")] = "text",
-    split: Annotated[str, typer.Option(help="Of hub datasets; or say it in the name, as hf://owner/name:split.")] = (
-        "train"
-    ),
-    name: Annotated[str | None, typer.Option(help="Configuration of hub datasets.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the choice of documents for validation.")] = 0,
-    workers: Annotated[int | None, typer.Option(min=1, help="Shards at a time; default: as many as cores.")] = None,
     shard_bytes: Annotated[
-        int, typer.Option(min=64, help="Text of a shard: what a worker does at a time, and what a stop may lose.")
+        int, typer.Option(min=64, help="How much text a worker takes at a time, and at most loses when it is stopped.")
     ] = 8 << 20,
+    skip_bad: SkipBad = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a prepared set that is there, finished or not.")] = False,
 ) -> None:
     """Tokenise text into a set on disk that `titans train` reads; if it is stopped, the same command goes on."""
     check_train_extra("prepare")
 
     from titans.tasks.prepared import WORK
+    from titans.training.prepare import KEPT
     from titans.training.prepare import prepare as run
     from titans.training.sources import Reading
 
     try:
-        reading = Reading(unescape(separator), text_column, split, name, shard_bytes)
-        with _bar() as show:
+        reading = Reading(unescape(separator), text_column, split, name, shard_bytes, skip_bad)
+        with bar("looking") as move:
             report = run(
                 sources,
                 out,
@@ -61,13 +76,13 @@ def prepare(
                 seed=seed,
                 workers=workers or count_cores(),
                 overwrite=overwrite,
-                on_progress=show,
+                on_progress=_show(move),
             )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
         if (out / WORK).exists():
-            typer.echo("titans: what is done is kept, and the same command goes on from there.", err=True)
+            typer.echo(f"titans: {KEPT}.", err=True)
         raise
     _print(report)
 
@@ -101,26 +116,20 @@ def _validation(values: list[str] | None) -> float | list[str] | None:
     return values
 
 
-@contextmanager
-def _bar() -> Iterator[Callable[[Progress], None]]:
-    """Shows how far the work is, if somebody is looking."""
-    from rich.console import Console
-    from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bar
+def _show(move: Move) -> Callable[[Progress], None]:
+    """Moves a bar as the work goes on."""
+    stage, start = "", 0.0
 
-    counts = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens, {task.fields[rate]}")
-    columns = (TextColumn("{task.description}"), BarColumn(None), TaskProgressColumn(), counts, TimeRemainingColumn())
-    screen = Console(stderr=True)
-    with Bar(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("looking", total=None, documents=0, tokens=0, rate="")
+    def show(progress: Progress) -> None:
+        nonlocal stage, start
+        now = time.perf_counter()
+        if progress.stage != stage:
+            stage, start = progress.stage, now
+        counts = f"{progress.documents:,} documents, {progress.tokens:,} tokens"
+        rate = progress.tokens / max(1e-3, now - start)
+        move(progress.done, progress.total, f"{stage}: {counts}, {rate:,.0f} tokens/s")
 
-        def show(progress: Progress) -> None:
-            if bar.tasks[task].description != progress.stage:
-                bar.reset(task, description=progress.stage, total=progress.total, documents=0, tokens=0, rate="")
-            rate = f"{progress.tokens / max(bar.tasks[task].elapsed or 0, 1e-3):,.0f} tokens/s"
-            bar.update(task, completed=progress.done, documents=progress.documents, tokens=progress.tokens, rate=rate)
-
-        yield show
+    return show
 
 
 def _print(report: Report) -> None:
@@ -132,11 +141,13 @@ def _print(report: Report) -> None:
     for split, some in report.splits.items():
         typer.echo(
             f"{split}: {_documents(some.documents)}, {some.tokens:,} tokens "
-            f"(median {some.median:,.0f}, longest {some.longest:,} a document)"
+            f"(per document: median {some.median:,.0f}, longest {some.longest:,})"
         )
-    typer.echo(f"{report.bytes_per_token:.2f} bytes of text a token")
+    typer.echo(f"{report.bytes_per_token:.2f} bytes of text per token")
     if report.blank:
         typer.echo(f"left out: {_documents(report.blank)} without text")
+    if report.skipped:
+        typer.echo(f"left out: {report.skipped:,} bad line{'' if report.skipped == 1 else 's'}")
     typer.echo(f"Prepared: {report.prepared.folder}")
 
 

@@ -9,26 +9,26 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.prepare import check_train_extra, unescape
+from titans.cli.common import bar
+from titans.cli.prepare import Name, Separator, SkipBad, Sources, Split, TextColumn, check_train_extra, unescape
 
 SAMPLE = 4_000_000  # bytes of text that the trained tokenizer is tried on
 
 
 def tokenizer(
-    sources: Annotated[
-        list[str], typer.Argument(help="Text, JSONL or Parquet files, folders of them, or hf://owner/name of the hub.")
-    ],
-    out: Annotated[Path, typer.Option(help="Folder for the tokenizer, new or empty.")],
-    vocab_size: Annotated[int, typer.Option(help="Tokens, the 256 bytes and the end of a text among them.")] = 32_000,
+    sources: Sources,
+    out: Annotated[Path, typer.Option(help="The folder for the tokenizer, new or empty.")],
+    vocab_size: Annotated[
+        int, typer.Option(help="How many tokens it has, the 256 bytes and the end of a text among them.")
+    ] = 32_000,
     max_bytes: Annotated[
         int, typer.Option(min=1, help="Learn from no more text than this, taken from all over the sources.")
     ] = 500_000_000,
-    separator: Annotated[
-        str | None, typer.Option(help=r"Stands between the documents of a text file; \n is a line break.")
-    ] = None,
-    text_column: Annotated[str, typer.Option(help="Of JSONL, Parquet and hub datasets.")] = "text",
-    split: Annotated[str, typer.Option(help="Of hub datasets.")] = "train",
-    name: Annotated[str | None, typer.Option(help="Configuration of hub datasets.")] = None,
+    separator: Separator = None,
+    text_column: TextColumn = "text",
+    split: Split = "train",
+    name: Name = None,
+    skip_bad: SkipBad = False,
 ) -> None:
     """Train a byte-level BPE tokenizer, which loses nothing of any text, for `titans prepare --tokenizer`."""
     check_train_extra("tokenizer")
@@ -37,7 +37,7 @@ def tokenizer(
     from titans.training.sources import Reading, find_sources, sample_texts
 
     try:
-        reading = Reading(unescape(separator), text_column, split, name)
+        reading = Reading(unescape(separator), text_column, split, name, skip_bad=skip_bad)
         check_new_folder(out)
         found = find_sources(sources, reading, folder=out)
         with _shown(sample_texts(found, reading, max_bytes)) as texts:
@@ -54,25 +54,21 @@ def tokenizer(
         raise typer.BadParameter(str(error)) from error
     if len(trained) < vocab_size:
         typer.echo(f"titans: the text gives {len(trained):,} tokens, and not {vocab_size:,}.", err=True)
-    typer.echo(f"{len(trained):,} tokens, {size / tokens:.2f} bytes of text a token")
+    typer.echo(f"{len(trained):,} tokens, {size / tokens:.2f} bytes of text per token")
     typer.echo(f"Tokenizer: {out}")
 
 
 @contextmanager
 def _shown(texts: Iterator[str]) -> Iterator[Iterator[str]]:
-    """The same texts; shows how much of them has been read, if somebody is looking."""
-    from rich.console import Console
-    from rich.progress import DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-    screen = Console(stderr=True)
-    columns = (SpinnerColumn(), TextColumn("{task.description}"), DownloadColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=screen, transient=True, disable=not screen.is_terminal) as bar:
-        task = bar.add_task("reading", total=None)
+    """The same texts, with a bar that shows how much of them has been read."""
+    with bar("reading") as move:
 
         def read() -> Iterator[str]:
+            size = 0
             for text in texts:
                 yield text
-                bar.advance(task, len(text))
-            bar.update(task, description="learning")
+                size += len(text)
+                move(size, None, "characters read")
+            move(size, None, "characters read; learning")
 
         yield read()

@@ -90,9 +90,9 @@ def load_prepared(folder: str | Path) -> Prepared:
 
 
 def unfinished_work(out: Path) -> str | None:
-    """The fingerprint of work that was begun in a folder."""
+    """What was asked for by the work that was begun in a folder; None: there is none."""
     try:
-        return str(json.loads((out / WORK / MANIFEST).read_bytes())["fingerprint"])
+        return str(json.loads((out / WORK / MANIFEST).read_bytes())["request"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

@@ -8,19 +8,19 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import asdict, dataclass
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from titans.files import write_atomically
+from titans.files import content, locked, write_json
 from titans.models.tokenizer import check_parent, load_tokenizer, make_encoder, tokenizer_state
 from titans.tasks.prepared import (
     DESCRIPTION,
@@ -58,13 +58,9 @@ from titans.training.sources import (
     read_shard,
 )
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
 SET = "set"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEPT = "what is done is kept, and the same command goes on from there"
 
 
 class Statistics(NamedTuple):
@@ -84,7 +80,8 @@ class Report:
         prepared: the set.
         fresh: whether it was made now; if not, it was there already, and the rest is empty.
         splits: what is in it.
-        blank: documents that were left out, as they are nothing but white space.
+        blank: documents that were left out because they are nothing but white space.
+        skipped: bad lines that were left out.
         bytes_per_token: of the text, ends of documents not counted.
     """
 
@@ -92,6 +89,7 @@ class Report:
     fresh: bool
     splits: Mapping[str, Statistics]
     blank: int = 0
+    skipped: int = 0
     bytes_per_token: float = 0.0
 
 
@@ -127,10 +125,10 @@ def prepare(
 ) -> Report:
     """Tokenises sources into a set on disk.
 
-    The work is done in shards, by threads: the tokenizer is Rust, and works beside the interpreter. Shards that are
-    done are kept in a folder inside ``out``; a call that was stopped is finished by another one with the same
-    arguments. The set is the same, row for row, for any number of workers and of stops. On the way, and only then, it
-    takes twice its room on disk.
+    The work is done in shards, by threads: the tokenizer is Rust and runs beside the interpreter. Finished shards are
+    kept in a folder inside ``out``, and a call that was stopped, or that met bad input, is finished by another one with
+    the same arguments; only sources that have changed meanwhile are tokenised again. The set is the same, row for row,
+    for any number of workers and stops. While it is made, it takes twice its room on disk.
 
     A document of up to a MiB (or ``shard_bytes``, if that is less) is tokenised whole. A longer one is cut into blocks
     where byte-level BPE gives the same tokens as without the cut (:func:`titans.training.sources.find_cut`); with other
@@ -155,23 +153,31 @@ def prepare(
         raise ValueError(f"workers is {workers}; expected at least 1.")
     check_parent(out)
     job = _make_job(names, out, tokenizer, validation, reading or Reading(), seed)
-    existing = _check_out(out, job.fingerprint, overwrite)
-    if existing is not None:
+    if (existing := _check_out(out, job, overwrite)) is not None:
         return Report(existing, False, {})
     plan = {split: plan_shards(found, job.reading) for split, found in job.sources.items()}
-    with _work_folder(out, job.fingerprint) as work:
-        paths = _tokenise(job, plan, work, workers, on_progress)
-        _check_unchanged(job)
-        splits, blank, bytes_per_token = _put_together(job, paths, work / SET, on_progress)
-        prepared = _publish(job, splits, work, out)
-    return Report(prepared, True, splits, blank, bytes_per_token)
+    with locked(out, "titans prepare"):
+        if (existing := _check_out(out, job, overwrite)) is not None:  # by a process that had the folder until now
+            return Report(existing, False, {})
+        with _work_folder(out / WORK, job.request) as work:
+            paths = _tokenise(job, plan, work, workers, on_progress)
+            made = _put_together(job, paths, work / SET, on_progress)
+            prepared = _publish(job, made, work, out)
+    return Report(prepared, True, made.splits, made.blank, made.skipped, made.bytes_per_token)
 
 
 @dataclass(frozen=True)
 class _Job:
-    """What is to be done; ``identities`` are those of the sources of each split when the work began."""
+    """What is to be done.
 
-    names: Sequence[str]
+    Attributes:
+        names: of the sources of each split, as they were given.
+        sources: of each split.
+        identities: of the sources when the work began.
+        fraction: of the documents that become the validation split; None: it has sources of its own, or is not wanted.
+    """
+
+    names: Mapping[str, Sequence[str]]
     tokenizer_name: str
     tokenizer: PreTrainedTokenizerBase
     sources: Mapping[str, list[Source]]
@@ -186,10 +192,42 @@ class _Job:
 
     @cached_property
     def fingerprint(self) -> str:
-        tokenizer = [tokenizer_state(self.tokenizer), self.eos, len(self.tokenizer)]
-        options = [asdict(self.reading), BLOCK_BYTES, self.fraction, self.seed]
-        content = json.dumps([FORMAT, VERSION, self.identities, tokenizer, options])
-        return hashlib.sha256(content.encode()).hexdigest()[:32]
+        """Of the set: what decides every token in it."""
+        return _digest(self._encoding, self.identities, asdict(self.reading), self.fraction, self.seed)
+
+    @cached_property
+    def request(self) -> str:
+        """Of what was asked for, whatever the sources hold by now."""
+        names = {split: [_absolute(name) for name in some] for split, some in self.names.items()}
+        return _digest(self._encoding, names, self._strict, self.fraction, self.seed)
+
+    def shard(self, parts: Sequence[Part]) -> str:
+        """Of a shard without bad lines, which is the same whether or not they are skipped."""
+        bounds = [[self._known[part.source.key()], part.start, part.stop, part.ends] for part in parts]
+        return _digest(self._encoding, bounds, self._strict)
+
+    @cached_property
+    def _encoding(self) -> str:
+        return _digest(tokenizer_state(self.tokenizer), self.eos, len(self.tokenizer), BLOCK_BYTES)
+
+    @cached_property
+    def _known(self) -> dict[object, Any]:
+        pairs = [zip(self.sources[split], self.identities[split], strict=True) for split in self.sources]
+        return {source.key(): identity for some in pairs for source, identity in some}
+
+    @property
+    def _strict(self) -> dict[str, Any]:
+        return asdict(replace(self.reading, skip_bad=False))
+
+
+def _digest(*values: Any) -> str:
+    return hashlib.sha256(json.dumps([FORMAT, VERSION, *values]).encode()).hexdigest()[:32]
+
+
+def _absolute(name: str) -> str:
+    """What a source is called from everywhere."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def _make_job(
@@ -207,14 +245,16 @@ def _make_job(
     loaded = load_tokenizer(tokenizer)
     if loaded.eos_token_id is None:
         raise ValueError(f"the tokenizer {tokenizer} has no eos token; expected one to put behind every document.")
+    given = {TRAIN: names}
     found: dict[str, list[Source]] = {TRAIN: []}  # the first split, though it is looked for last
     if isinstance(validation, Sequence) and validation:
+        given[VALIDATION] = validation
         found[VALIDATION] = find_sources(validation, reading, folder=out)
     found[TRAIN] = find_sources(names, reading, found.get(VALIDATION, ()), folder=out)
     if not found[TRAIN]:
         raise ValueError("there is nothing left to train on: all sources are given as validation.")
     identities = {split: [source.identity() for source in some] for split, some in found.items()}
-    return _Job(names, tokenizer, loaded, found, identities, fraction, seed, reading)
+    return _Job(given, tokenizer, loaded, found, identities, fraction, seed, reading)
 
 
 def _check_unchanged(job: _Job) -> None:
@@ -222,10 +262,10 @@ def _check_unchanged(job: _Job) -> None:
     for split, some in job.sources.items():
         for source, identity in zip(some, job.identities[split], strict=True):
             if source.identity() != identity:
-                raise ValueError(f"{identity[0]} was changed while it was read; prepare it again.")
+                raise ValueError(f"{identity[0]} was changed while it was read; expected it to stay as it is.")
 
 
-def _check_out(out: Path, fingerprint: str, overwrite: bool) -> Prepared | None:
+def _check_out(out: Path, job: _Job, overwrite: bool) -> Prepared | None:
     """The set, if it is there already; raises ValueError if something else is, which is not to be replaced."""
     if not out.exists():
         return None
@@ -233,67 +273,45 @@ def _check_out(out: Path, fingerprint: str, overwrite: bool) -> Prepared | None:
         prepared = load_prepared(out)
         if overwrite:
             return None
-        if prepared.fingerprint != fingerprint:
+        if prepared.fingerprint != job.fingerprint:
             raise ValueError(
                 f"{out} holds a set of other sources or options, or of sources that have changed since; --overwrite "
                 "replaces it."
             )
         return prepared
-    if (begun := unfinished_work(out)) is not None:
-        if begun != fingerprint and not overwrite:
-            raise ValueError(
-                f"{out} holds the unfinished set of other sources or options, or of sources that have changed since; "
-                "--overwrite begins anew."
-            )
-    elif any(path.name != WORK for path in out.iterdir()):
+    begun = unfinished_work(out)
+    if begun is None and any(path.name != WORK for path in content(out)):
         raise ValueError(f"{out} holds something that is no prepared set; expected a folder that is new or empty.")
+    if begun not in (None, job.request) and not overwrite:
+        raise ValueError(f"{out} holds the unfinished set of other sources or options; --overwrite begins anew.")
     return None
 
 
 @contextmanager
-def _work_folder(out: Path, fingerprint: str) -> Iterator[Path]:
-    """The folder of unfinished work, with the shards that are done if it is this work's; for one process at a time.
+def _work_folder(work: Path, request: str) -> Iterator[Path]:
+    """The folder of unfinished work, with the shards that are done.
 
-    Bad input leaves nothing behind. A full disk or Ctrl-C leaves what is done, for the next call.
+    What is wrong with the set as a whole leaves nothing behind. A bad source, a full disk or Ctrl-C leaves what is
+    done, for the next call.
     """
-    missing = [path for path in (out, *out.absolute().parents) if not path.exists()]
-    work = out / WORK
-    work.mkdir(parents=True, exist_ok=True)
-    with (work / "lock").open("w") as lock:
-        _take(lock, out)
-        try:
-            if unfinished_work(out) != fingerprint:
-                _empty(work, keep="lock")
-                with naming(work):
-                    write_atomically(work / MANIFEST, json.dumps({"fingerprint": fingerprint}).encode())
-            yield work
-        except ValueError:
-            shutil.rmtree(work)
-            with suppress(OSError):
-                for path in missing:
-                    path.rmdir()
+    with naming(work):
+        work.mkdir(exist_ok=True)
+        write_json(work / MANIFEST, {"request": request})
+    try:
+        yield work
+    except _Unfinished:
+        raise
+    except ValueError:
+        shutil.rmtree(work)
+        raise
+    except OSError as error:
+        if error.errno not in FULL:
             raise
-        except OSError as error:
-            if error.errno not in FULL:
-                raise
-            kept = "what is done is kept, and the same command goes on from there"
-            raise OSError(error.errno, f"{error.strerror}; {kept}", error.filename) from error
+        raise OSError(error.errno, f"{error.strerror}; {KEPT}", error.filename) from error
 
 
-def _take(lock: IO[str], out: Path) -> None:
-    if fcntl is not None:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{out} is being prepared by another process; wait for it or choose another.") from None
-
-
-def _empty(folder: Path, keep: str) -> None:
-    for path in folder.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path)
-        elif path.name != keep:
-            path.unlink()
+class _Unfinished(ValueError):
+    """A source is bad, and some shards are done."""
 
 
 class _Stopped(Exception):
@@ -330,8 +348,9 @@ def _tokenise(
     on_progress: Callable[[Progress], None] | None,
 ) -> dict[str, list[Path]]:
     """Makes the shards that are missing; the paths of all of them."""
-    paths = {split: [work / f"{split}-{i:06d}.arrow" for i in range(len(plan[split]))] for split in plan}
+    paths = {split: [_shard_path(job, work, shard) for shard in plan[split]] for split in plan}
     todo = [(shard, path) for split in plan for shard, path in zip(plan[split], paths[split], strict=True)]
+    _clear(work, keep={MANIFEST, *(path.name for _, path in todo)})
     meter = _Meter("tokenising", sum(_size(shard) for shard, _ in todo), on_progress)
     encode = make_encoder(job.tokenizer)
 
@@ -340,16 +359,38 @@ def _tokenise(
             write_shard(path, read_shard(shard, job.reading), encode, job.eos, meter.add)
         meter.add(done=_size(shard))
 
-    with _one_thread_each(), ThreadPoolExecutor(workers) as pool:
-        futures = [pool.submit(run, shard, path) for shard, path in todo]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            meter.stop.set()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
+    try:
+        with _one_thread_each(), ThreadPoolExecutor(workers) as pool:
+            futures = [pool.submit(run, shard, path) for shard, path in todo]
+            try:
+                for future in as_completed(futures):
+                    future.result()
+            except BaseException:
+                meter.stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        _check_unchanged(job)
+    except ValueError as error:
+        if any(path.exists() for _, path in todo):
+            raise _Unfinished(f"{str(error).removesuffix('.')}; {KEPT}.") from error
+        raise
     return paths
+
+
+def _shard_path(job: _Job, work: Path, shard: Sequence[Part]) -> Path:
+    """Where a shard is or will be: one in which bad lines were skipped is not for those who want to know of them."""
+    clean = work / f"shard-{job.shard(shard)}.arrow"
+    skipping = clean.with_name(f"{clean.stem}-skipping.arrow")
+    return skipping if job.reading.skip_bad and not clean.exists() else clean
+
+
+def _clear(folder: Path, keep: Set[str]) -> None:
+    """Removes what earlier calls left that is of no use to this one."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name not in keep:
+            path.unlink()
 
 
 def _size(shard: list[Part]) -> int:
@@ -371,31 +412,45 @@ def _one_thread_each() -> Iterator[None]:
             os.environ[name] = before
 
 
+class _Made(NamedTuple):
+    """What is in a set, and what was left out of it."""
+
+    splits: dict[str, Statistics]
+    blank: int
+    skipped: int
+    bytes_per_token: float
+
+
 def _put_together(
     job: _Job, paths: Mapping[str, list[Path]], folder: Path, on_progress: Callable[[Progress], None] | None
-) -> tuple[dict[str, Statistics], int, float]:
-    """Writes the splits and the tokenizer into ``folder``, from the shards; statistics, blank ones, bytes a token."""
+) -> _Made:
+    """Writes the splits and the tokenizer into ``folder``, from the shards."""
     totals = {split: measure(read_groups(some, job.eos)) for split, some in paths.items()}
     for split, total in totals.items():
         if not len(total.lengths):
             where = ", ".join(str(identity[0]) for identity in job.identities[split][:3])
-            raise ValueError(f"there is no text in {where}; expected at least one document that is not empty.")
+            skipped = f" ({total.skipped:,} bad lines were skipped)" if total.skipped else ""
+            raise ValueError(f"there is no text in {where}{skipped}; expected at least one document that is not empty.")
     lengths = {split: total.lengths for split, total in totals.items()}
     choice = None
     if job.fraction is not None:
         choice = choose_validation(lengths[TRAIN], job.fraction, job.seed)
         lengths = divide(lengths[TRAIN], choice)
     meter = _Meter("writing", sum(int(some.sum()) for some in lengths.values()), on_progress)
-    shutil.rmtree(folder, ignore_errors=True)
     try:
         _write_set(job, paths, choice, folder, meter)
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)  # of no use, and perhaps what fills the disk
         raise
-    tokens = sum(int((total.lengths - 1).sum()) for total in totals.values())
-    size = sum(total.size for total in totals.values())
-    blank = sum(total.blank for total in totals.values())
-    return {split: _statistics(some) for split, some in lengths.items()}, blank, size / max(1, tokens)
+    every = totals.values()
+    tokens = sum(int((total.lengths - 1).sum()) for total in every)
+    size = sum(total.size for total in every)
+    return _Made(
+        {split: _statistics(some) for split, some in lengths.items()},
+        sum(total.blank for total in every),
+        sum(total.skipped for total in every),
+        size / max(1, tokens),
+    )
 
 
 def _statistics(lengths: NDArray[np.int64]) -> Statistics:
@@ -422,7 +477,7 @@ def _write_set(job: _Job, paths: Mapping[str, list[Path]], choice: Choice | None
         job.tokenizer.save_pretrained(str(folder / TOKENIZER))
 
 
-def _publish(job: _Job, splits: Mapping[str, Statistics], work: Path, out: Path) -> Prepared:
+def _publish(job: _Job, made: _Made, work: Path, out: Path) -> Prepared:
     """Puts the finished set in its place, instead of one that is there; a kill on the way loses no shard."""
     description = {
         "format": FORMAT,
@@ -432,8 +487,9 @@ def _publish(job: _Job, splits: Mapping[str, Statistics], work: Path, out: Path)
             "vocab_size": len(job.tokenizer),
             "eos_token_id": job.eos,
         },
-        "splits": {split: {"documents": some.documents, "tokens": some.tokens} for split, some in splits.items()},
-        "sources": list(job.names),
+        "splits": {split: {"documents": some.documents, "tokens": some.tokens} for split, some in made.splits.items()},
+        "sources": list(job.names[TRAIN]),
+        "skipped_lines": made.skipped,
         "fingerprint": job.fingerprint,
     }
     (out / DESCRIPTION).unlink(missing_ok=True)
@@ -443,6 +499,6 @@ def _publish(job: _Job, splits: Mapping[str, Statistics], work: Path, out: Path)
         if (work / SET / name).exists():
             (work / SET / name).rename(out / name)
     with naming(out / DESCRIPTION):
-        write_atomically(out / DESCRIPTION, json.dumps(description, indent=2).encode() + b"\n")
+        write_json(out / DESCRIPTION, description)
     shutil.rmtree(work)
     return load_prepared(out)

@@ -7,7 +7,6 @@ was stopped goes on with the shards that are not there yet.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,8 +16,9 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
+from titans.files import replacing
 from titans.models.tokenizer import Encode
-from titans.training.sources import BLOCK_BYTES, Piece, naming
+from titans.training.sources import BLOCK_BYTES, SKIPPED, Piece, naming
 
 SHARD_SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("ends", pa.bool_()), ("blank", pa.bool_()), ("size", pa.int64())]
@@ -52,17 +52,13 @@ def write_shard(
 @contextmanager
 def arrow_stream(path: Path, schema: pa.Schema) -> Iterator[Write]:
     """Writes batches to a file that appears under its name when it is complete."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    try:
-        with naming(path):
-            with temporary.open("wb") as file:
-                with pa.ipc.new_stream(file, schema) as writer:
-                    yield writer.write_batch
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with (
+        naming(path),
+        replacing(path) as temporary,
+        temporary.open("wb") as file,
+        pa.ipc.new_stream(file, schema) as writer,
+    ):
+        yield writer.write_batch
 
 
 class Group(NamedTuple):
@@ -113,21 +109,24 @@ def read_groups(paths: Sequence[Path], eos: int, max_document: int = MAX_DOCUMEN
 
 
 class Totals(NamedTuple):
-    """Of the documents that are not blank: tokens of each, bytes of all; and how many are blank."""
+    """Of the documents that are not blank: tokens of each, bytes of all; how many are blank; how many were skipped."""
 
     lengths: NDArray[np.int64]
     size: int
     blank: int
+    skipped: int
 
 
 def measure(groups: Iterable[Group]) -> Totals:
     """Counts what there is."""
-    lengths, size, blank = [np.zeros(0, dtype=np.int64)], 0, 0
+    lengths, size, blank, skipped = [np.zeros(0, dtype=np.int64)], 0, 0, 0
     for group in groups:
+        bad = group.size == SKIPPED
         lengths.append(group.lengths[~group.blank])
         size += int(group.size[~group.blank].sum())
-        blank += int(group.blank.sum())
-    return Totals(np.concatenate(lengths), size, blank)
+        blank += int((group.blank & ~bad).sum())
+        skipped += int(bad.sum())
+    return Totals(np.concatenate(lengths), size, blank, skipped)
 
 
 class Choice(NamedTuple):

@@ -37,6 +37,7 @@ FOLDER_SUFFIXES = (
 HUB = "hf://"
 ROWS = 64  # of a Parquet file or a dataset that are in memory at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+SKIPPED = -1  # the size of a piece that stands for a bad line
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class Reading:
         split: of hub datasets whose name does not say another.
         name: the configuration of hub datasets.
         shard_bytes: of text that is planned as one piece of work, about.
+        skip_bad: leave out, and count, the lines of JSONL that hold no document; otherwise they are errors.
     """
 
     separator: str | None = None
@@ -56,6 +58,7 @@ class Reading:
     split: str = "train"
     name: str | None = None
     shard_bytes: int = SHARD_BYTES
+    skip_bad: bool = False
 
     def __post_init__(self) -> None:
         if self.separator == "":
@@ -299,40 +302,54 @@ class JsonLines(_File):
                 if offset >= part.stop:
                     break
                 if line.strip():
-                    text = self._text(line, offset, reading.text_column)
-                    yield from _pieces(text, self._encode(text, offset, reading.text_column), reading)
+                    yield from self._document(line, offset, reading)
                 offset += len(line)
 
-    def _text(self, line: bytes, offset: int, column: str) -> str:
-        text = self.decode(line, offset)
+    def _document(self, line: bytes, offset: int, reading: Reading) -> Iterator[Piece]:
         try:
-            row = json.loads(text)
+            text, data = self._text(line, offset, reading.text_column)
+        except ValueError as error:
+            if not reading.skip_bad:
+                raise self._with_line(error, offset) from None
+            yield Piece("", SKIPPED, True)
+        else:
+            yield from _pieces(text, data, reading)
+
+    def _text(self, line: bytes, offset: int, column: str) -> tuple[str, bytes]:
+        """The document of a line, as text and as bytes."""
+        decoded = self.decode(line, offset)
+        try:
+            row = json.loads(decoded)
         except (ValueError, RecursionError) as error:
             wrong = getattr(error, "msg", error)
-            raise self._error(offset, f"is not JSON ({wrong}); expected an object with a '{column}'") from None
+            raise _BadLine(f"is not JSON ({wrong}); expected an object with a '{column}'") from None
         if not isinstance(row, dict):
-            raise self._error(offset, f"is a {type(row).__name__} in JSON; expected an object with a '{column}'")
+            raise _BadLine(f"is a {type(row).__name__} in JSON; expected an object with a '{column}'")
         if column not in row:
-            raise self._error(offset, _missing_column(column, list(row)))
+            raise _BadLine(_missing_column(column, list(row)))
+        text = row[column] or ""
         if not isinstance(row[column], str | None):
-            raise self._error(offset, f"has a '{column}' that is a {type(row[column]).__name__}; expected a text")
-        return row[column] or ""
-
-    def _encode(self, text: str, offset: int, column: str) -> bytes:
+            raise _BadLine(f"has a '{column}' that is a {type(row[column]).__name__}; expected a text")
         try:
-            return text.encode()
+            return text, text.encode()
         except UnicodeEncodeError as error:
             half = f"\\u{ord(error.object[error.start]):x}"
-            raise self._error(offset, f"has half a character, {half}, in its '{column}'; expected text") from None
+            raise _BadLine(f"has half a character, {half}, in its '{column}'; expected text") from None
 
-    def _error(self, offset: int, problem: str) -> ValueError:
+    def _with_line(self, error: ValueError, offset: int) -> ValueError:
         """Says which line it is, which is counted only now."""
+        if not isinstance(error, _BadLine):
+            return error
         number = 1
         with self.open() as file:
             while offset > 0 and (data := file.read(min(offset, 1 << 20))):
                 number += data.count(b"\n")
                 offset -= len(data)
-        return ValueError(f"{self.path}, line {number:,} {problem}.")
+        return ValueError(f"{self.path}, line {number:,} {error}; --skip-bad leaves such lines out.")
+
+
+class _BadLine(ValueError):
+    """What is wrong with a line."""
 
 
 class ParquetFile(_File):
