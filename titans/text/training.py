@@ -10,12 +10,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from titans.ops import MemoryState
-from titans.text.encoder import TextEncoder
+from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.facts import generate_facts
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 
@@ -273,31 +274,13 @@ def halves(text: str) -> list[str]:
     return [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
 
 
-class VectorCache:
-    """The encoder's vectors of texts, each computed once: the encoder is never trained."""
-
-    def __init__(self, encoder: TextEncoder, on_progress: Progress | None = None) -> None:
-        self._encoder, self._on_progress = encoder, on_progress
-        self._vectors: dict[str, Tensor] = {}
-
-    def add(self, episodes: Iterable[Episode]) -> None:
-        """Computes what is missing for some episodes."""
-        wanted = dict.fromkeys(text for episode in episodes for text in (*episode.written, *episode.asked))
-        missing = [text for text in wanted if text not in self._vectors]
-        for start in range(0, len(missing), 64):
-            if self._on_progress is not None:
-                self._on_progress(start, len(missing), "reading texts")
-            some = missing[start : start + 64]
-            self._vectors |= dict(zip(some, torch.from_numpy(self._encoder.encode(some)), strict=True))
-
-    def __call__(self, episodes: Sequence[Episode]) -> Batch:
-        """The vectors of some episodes."""
-        self.add(episodes)
-        written, asked = (
-            torch.stack([torch.stack([self._vectors[text] for text in texts]) for texts in group])
-            for group in ([e.written for e in episodes], [e.asked for e in episodes])
-        )
-        return Batch(written, asked, torch.tensor([e.answers for e in episodes]))
+def make_batch(episodes: Sequence[Episode], encoder: TextEncoder) -> Batch:
+    """The vectors of some episodes."""
+    written, asked = (
+        torch.from_numpy(np.stack([encoder.encode(texts) for texts in group]))
+        for group in ([episode.written for episode in episodes], [episode.asked for episode in episodes])
+    )
+    return Batch(written, asked, torch.tensor([episode.answers for episode in episodes]))
 
 
 def write_texts(memory: NeuralTextMemory, vectors: Tensor) -> tuple[MemoryState, Tensor, Tensor]:
@@ -401,9 +384,14 @@ def train_memory(
     config = replace(config or NeuralConfig(), width=encoder.width)
     rng = random.Random(settings.seed)
     trained, held_out = _episodes(sessions, settings, rng)
-    vectors = VectorCache(encoder, on_progress)
-    vectors.add([*held_out, *trained[0]])
-    checks = [vectors(held_out[i : i + settings.batch]) for i in range(0, len(held_out), settings.batch)]
+    cached = CachedEncoder(encoder)  # which is never trained
+
+    def batches(episodes: Sequence[Episode]) -> list[Batch]:
+        cached.learn([text for each in episodes for text in (*each.written, *each.asked)], on_progress)
+        parts = (episodes[i : i + settings.batch] for i in range(0, len(episodes), settings.batch))
+        return [make_batch(part, cached) for part in parts]
+
+    checks = batches(held_out)
 
     memory = NeuralTextMemory(config)
     before = evaluate(memory, checks, settings)
@@ -412,9 +400,7 @@ def train_memory(
     done = 0
     curve = [before]
     for epoch in trained:
-        vectors.add(epoch)
-        for start in range(0, len(epoch), settings.batch):
-            batch = vectors(epoch[start : start + settings.batch])
+        for batch in batches(epoch):
             losses = episode_losses(memory, batch, settings.temperature if settings.contrastive else None)
             optimizer.zero_grad()
             add_gradients(memory, losses, settings)
