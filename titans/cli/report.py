@@ -1,23 +1,22 @@
-"""`titans report`: results of evaluations, side by side, as a page to look at."""
+"""`titans report`: results of evaluations side by side, as tables and as a page."""
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from titans.cli.common import check_output
+from titans.cli.common import check_output, require
 
 
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Folders that `titans eval` wrote, or their result files.")],
-    out: Annotated[Path, typer.Option(help="Folder for the page and its figures, made if needed.")] = Path("report"),
+    out: Annotated[Path, typer.Option(help="Write the page and its figures into this folder.")] = Path("report"),
 ) -> None:
-    """Compare evaluations: tables here, and one HTML page with plots, each of them a PNG file too."""
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("report draws with matplotlib: pip install 'titan-memory[plot]'.")
+    """Compare evaluations: print their tables, and write one HTML page with plots, which are PNG files too."""
+    for package in ("matplotlib", "jinja2"):
+        require("report", package, "plot")
 
     from rich.console import Console
 

@@ -1,37 +1,43 @@
-"""Results of evaluations: read, checked, compared, and shown as tables, figures, sentences and a page."""
+"""Results of evaluations: read, checked, and shown as sentences, tables, figures and a page."""
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans.files import EVAL
+from titans.report.comparison import (
+    Axis,
+    Result,
+    Task,
+    compare,
+    count_text,
+    is_tampered,
+    one_line,
+    shorten,
+    significant,
+    split_name,
+    with_figures,
+    word,
+)
 from titans.report.page import Figure, Section, Table, print_table, write_page
-from titans.report.plots import Curve, has_band, plot_bars, plot_heat, plot_lines, short_number
-from titans.report.statistics import Estimate, finite, is_number, mean_of_cells, mean_of_runs
+from titans.report.plots import Curve, has_band, plot_bars, plot_heat, plot_lines
+from titans.report.statistics import Estimate, as_number, is_number
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1  # of the results of `titans eval`
 TITLE = "Titans: evaluation"
-UNITS = {"accuracy": "%", "loss": "nats"}  # of metrics, where a result does not say
-AXIS_UNITS = {"length": "tokens", "distance": "tokens", "position": "tokens", "depth": "share of the sequence"}
-FIGURES = {"perplexity": "perplexity", "bits_per_byte": "bits per byte"}  # of a whole text, as entries name them
-IRRELEVANT = ("transformers_version", "_name_or_path")  # fields of a config that say nothing about the model
 CROWDED = 12  # lines; a figure with more of them shows only models that were not tampered with
-
-Result = Mapping[str, Any]
 
 
 def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
     """The results in files, or in the ``eval.json`` of folders, in that order.
 
-    A ``ValueError`` says which one is not there or not a result, or that two of them are of the same run.
+    A ``ValueError`` says which one is missing or not a result, or that two of them are of the same run.
     """
     results: list[dict[str, Any]] = []
     seen: dict[str, Path] = {}
@@ -41,7 +47,7 @@ def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
         for name, task in result["tasks"].items():
             run = json.dumps([model, task.get("seed", result.get("seed")), name, task.get("control")])
             if run in seen:
-                what = f"{_line(name)} of the run {_line(result['name'])}"
+                what = f"{one_line(name)} of the run {one_line(result['name'])}"
                 raise ValueError(f"{seen[run]} and {path} both hold {what}; expected each run once")
             seen[run] = path
         results.append(result)
@@ -55,7 +61,7 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         text = file.read_bytes().decode("utf-8")
         result = json.loads(text)
-        json.dumps(result, ensure_ascii=False).encode()  # halves of letters can be read, but not written
+        json.dumps(result, ensure_ascii=False).encode()  # half a surrogate pair can be read, but not written
     except FileNotFoundError:
         raise ValueError(f"{path} is not there; expected a folder that `titans eval` wrote, or a result file") from None
     except OSError as error:
@@ -70,31 +76,34 @@ _WORDS = {str: "a text", dict: "an object", list: "a list", float: "a number or 
 _RUN_FIELDS = {"name": str, "model": dict, "tasks": dict}
 _TASK_FIELDS: dict[str, Any] = {"metric": str, "axes": list, "cells": list, "chance": float, "trained_at": float}
 _TASK_TEXTS = ("title", "source", "unit", "better", "control", "counted")
+_CELL_FIELDS: dict[str, Any] = {"group": dict, **dict.fromkeys(("value", "low", "high", "count"), float)}
 
 
 def check_result(result: Any, where: str) -> None:
-    """Raises a ``ValueError`` of one sentence that begins with ``where`` if this is not a result that can be shown."""
+    """Raise a ``ValueError`` of one sentence that begins with ``where`` if this is not a result that can be shown."""
     if not isinstance(result, dict):
-        raise ValueError(f"{where} holds {_shorten(result)}; expected an object")
+        raise ValueError(f"{where} holds {shorten(result)}; expected an object")
     if result.get("format") != FORMAT:
-        raise ValueError(f"{where} has format {_shorten(result.get('format'))}; expected {FORMAT}")
+        raise ValueError(f"{where} has format {shorten(result.get('format'))}; expected {FORMAT}")
     _check_fields(result, _RUN_FIELDS, where)
     _check_fields(result["model"], {"name": str, "parameters": float}, f"{where}: model")
     for name, task in result["tasks"].items():
-        place = f"{where}: {_line(name)}"
+        place = f"{where}: {one_line(name)}"
         if not isinstance(task, dict):
-            raise ValueError(f"{place} is {_shorten(task)}; expected an object")
+            raise ValueError(f"{place} is {shorten(task)}; expected an object")
         _check_fields(task, {**_TASK_FIELDS, **dict.fromkeys(_TASK_TEXTS)}, place)
         if task.get("better") not in (None, "higher", "lower"):
-            raise ValueError(f"{place}: better is {_shorten(task['better'])}; expected higher or lower")
+            raise ValueError(f"{place}: better is {shorten(task['better'])}; expected higher or lower")
         for index, cell in enumerate(task["cells"]):
             spot = f"{place}, cell {index + 1}"
             if not isinstance(cell, dict):
-                raise ValueError(f"{spot} is {_shorten(cell)}; expected an object")
-            _check_fields(cell, {"group": dict, **dict.fromkeys(("value", "low", "high"), float)}, spot)
+                raise ValueError(f"{spot} is {shorten(cell)}; expected an object")
+            _check_fields(cell, _CELL_FIELDS, spot)
+            if not isinstance(cell.get("values", []), list):
+                raise ValueError(f"{spot}: values is {shorten(cell['values'])}; expected a list")
             for axis in task["axes"]:
                 if not isinstance(axis, str) or axis not in cell["group"]:
-                    raise ValueError(f"{spot} has no {_shorten(axis)}; expected a value for each of the axes")
+                    raise ValueError(f"{spot} has no {shorten(axis)}; expected a value for each of the axes")
     if not any(task["cells"] for task in result["tasks"].values()):
         raise ValueError(f"{where} holds no cells; expected a task with at least one")
 
@@ -107,264 +116,21 @@ def _check_fields(data: Mapping[str, Any], fields: Mapping[str, Any], where: str
         else:
             good = isinstance(value, str if kind is None else kind) or (kind is None and value is None)
         if not good:
-            raise ValueError(f"{where}: {name} is {_shorten(value)}; expected {_WORDS[kind]}")
-
-
-def _shorten(value: Any) -> str:
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 40 else text[:39] + "…"
-
-
-@dataclass(frozen=True)
-class _Axis:
-    """An axis of a task: its places as texts, and as numbers if all of them are."""
-
-    name: str
-    words: list[str]
-    numbers: list[float] | None
-
-    @property
-    def label(self) -> str:
-        return f"{self.name} ({AXIS_UNITS[self.name]})" if self.name in AXIS_UNITS else self.name
-
-    @property
-    def short(self) -> list[str]:
-        """The places for a figure, where there is little room."""
-        return self.words if self.numbers is None else [short_number(number) for number in self.numbers]
-
-
-@dataclass(frozen=True)
-class _Task:
-    """One task, over all runs that did it.
-
-    Attributes:
-        series: for each line of a plot, what each of its runs wrote about the task.
-        styles: number of each line, the same in the whole report.
-        axes: those that vary.
-        fixed: the axes that do not, as words.
-    """
-
-    name: str
-    series: dict[str, list[Mapping[str, Any]]]
-    styles: Mapping[str, int]
-    axes: list[_Axis] = field(default_factory=list)
-    fixed: list[str] = field(default_factory=list)
-
-    @property
-    def entries(self) -> list[Mapping[str, Any]]:
-        return [entry for entries in self.series.values() for entry in entries]
-
-    def says(self, name: str) -> Any:
-        """What the first run that says something says, None if none does."""
-        return next((entry[name] for entry in self.entries if entry.get(name) not in (None, "")), None)
-
-    @property
-    def title(self) -> str:
-        return _line(self.says("title") or self.name)
-
-    @property
-    def metric(self) -> str:
-        return _line(self.says("metric") or "value")
-
-    @property
-    def unit(self) -> str:
-        return _line(self.says("unit") or UNITS.get(self.metric, ""))
-
-    @property
-    def percent(self) -> bool:
-        return self.metric == "accuracy"
-
-    @property
-    def measure(self) -> str:
-        """The metric with its unit."""
-        return f"{self.metric} ({self.unit})" if self.unit and self.unit != self.metric else self.metric
-
-    @property
-    def higher(self) -> bool:
-        return (self.says("better") or ("higher" if self.metric in ("accuracy", "tokens/s") else "lower")) == "higher"
-
-    @property
-    def chance(self) -> float | None:
-        return finite(self.says("chance"))
-
-    def estimate(self, label: str, group: Mapping[str, str]) -> Estimate | None:
-        """The mean over the runs of a line, and over the cells of a group in each."""
-        runs = [self.estimate_run(entry, group) for entry in self.series[label]]
-        return mean_of_runs(runs, 1.0 if self.percent else math.inf)
-
-    def estimate_run(self, entry: Mapping[str, Any], group: Mapping[str, str]) -> Estimate | None:
-        """The mean over the cells of a group in one run; where it diverged, nothing is right."""
-        cells = _cells(entry, group)
-        places = math.prod(len(axis.words) for axis in self.axes if axis.name not in group)
-        good = sum(finite(cell.get("value")) is not None for cell in cells)
-        if self.percent:
-            cells = [{"value": 0.0} if finite(cell.get("value")) is None else cell for cell in cells]
-        mean = mean_of_cells(cells)
-        return None if mean is None else replace(mean, whole=good >= places)
-
-    def along(self, label: str, axis: _Axis) -> list[Estimate | None]:
-        """An estimate for each place of an axis."""
-        return [self.estimate(label, {axis.name: word}) for word in axis.words]
-
-    def show(self, value: float, digits: int | None = None) -> str:
-        """A value of the task as text, without unit; ``digits`` after the point, or as many as its size asks for."""
-        if self.percent:
-            return f"{100 * value:.1f}"
-        return _significant(value) if digits is None else f"{value:,.{digits}f}"
-
-    def tell(self, estimate: Estimate | None, unit: bool = False) -> str:
-        """An estimate as text: the value, its margin, a star if it is not whole; a dash without one."""
-        if estimate is None:
-            return "-"
-        text = self.show(estimate.value)
-        percent = "%" if unit and self.unit == "%" else ""
-        if estimate.margin is None:
-            text += percent
-        else:
-            digits = len(text.partition(".")[2]) if "e" not in text else None
-            text += f"{percent} ±{self.show(estimate.margin, digits)}"
-        text += "" if estimate.whole else "*"
-        return f"{text} {self.unit}" if unit and self.unit and not percent else text
-
-
-def _significant(value: float) -> str:
-    size = abs(value)
-    if size >= 1e6 or 0 < size < 1e-3:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.3f}"
-
-
-def _word(value: Any) -> str:
-    if finite(value) is None:
-        return _line(str(value))
-    return f"{value:,.0f}" if value == int(value) else f"{value:.12g}"
-
-
-def _cells(entry: Mapping[str, Any], group: Mapping[str, str]) -> list[Mapping[str, Any]]:
-    return [cell for cell in entry["cells"] if all(_word(cell["group"][axis]) == word for axis, word in group.items())]
-
-
-def _axis(name: str, entries: Iterable[Mapping[str, Any]]) -> _Axis:
-    """An axis over all runs: numbers rise, words keep their order."""
-    places = {_word(cell["group"][name]): cell["group"][name] for entry in entries for cell in entry["cells"]}
-    numbers = {word: number for word, place in places.items() if (number := finite(place)) is not None}
-    if len(numbers) < len(places):
-        return _Axis(name, list(places), None)
-    words = sorted(places, key=lambda word: numbers[word])
-    return _Axis(name, words, [numbers[word] for word in words])
-
-
-def _collect(results: Sequence[Result]) -> list[_Task]:
-    """The tasks of all results, each with its lines: runs of a model of the same kind are one."""
-    tampered: dict[str, bool] = {}
-    tasks: dict[str, dict[str, list[Mapping[str, Any]]]] = {}
-    names = _name_kinds(results)
-    for result in results:
-        model = names[_kind(result["model"])]
-        for key, entry in result["tasks"].items():
-            if not entry["cells"]:  # not measured yet
-                continue
-            name, variant = _variant(key, entry)
-            label = f"{model} ({variant})" if variant else model
-            tampered.setdefault(label, bool(variant))
-            tasks.setdefault(name, {}).setdefault(label, []).append(entry)
-    styles = {label: style for style, label in enumerate(sorted(tampered, key=lambda label: tampered[label]))}
-    return [_make_task(name, series, styles) for name, series in tasks.items()]
-
-
-def _kind(model: Mapping[str, Any]) -> str:
-    """What runs of one line have in common: the model's name, size and config, and what it was trained on."""
-    fields = model.get("fields")
-    known = {key: value for key, value in fields.items() if key not in IRRELEVANT} if isinstance(fields, dict) else None
-    trained = [model.get("trained_at"), model.get("trained_on")]
-    return json.dumps([_line(model["name"]), model.get("parameters"), known, trained], sort_keys=True)
-
-
-def _name_kinds(results: Sequence[Result]) -> dict[str, str]:
-    """A name for each kind of model: the model's, and where several share it, with the size or the first run's name."""
-    firsts: dict[str, dict[str, Result]] = {}
-    for result in results:
-        firsts.setdefault(_line(result["model"]["name"]), {}).setdefault(_kind(result["model"]), result)
-    names: dict[str, str] = {}
-    for model, kinds in firsts.items():
-        sizes = {first["model"].get("parameters") for first in kinds.values()}
-        for kind, first in kinds.items():
-            more = _count(first["model"].get("parameters")) if len(sizes) == len(kinds) else _line(first["name"])
-            name, number = f"{model} ({more})" if len(kinds) > 1 else model, 2
-            while name in names.values():
-                name, number = f"{model} ({more}, {number})", number + 1
-            names[kind] = name
-    return names
-
-
-def _with_figures(tasks: Iterable[_Task]) -> list[_Task]:
-    """The tasks, each followed by what its runs say of a whole text, as tasks of one figure."""
-    found = []
-    for task in tasks:
-        found.append(task)
-        for name, metric in FIGURES.items():
-            series = {label: [_figure(entry, name, metric) for entry in runs] for label, runs in task.series.items()}
-            known = {label: said for label, runs in series.items() if (said := [run for run in runs if run])}
-            if known:
-                found.append(_Task(f"{task.name} {name}", known, task.styles))
-    return found
-
-
-def _figure(entry: Mapping[str, Any], name: str, metric: str) -> Mapping[str, Any]:
-    """A figure of a whole text as an entry; nothing, where cells are of several texts or do not say it."""
-    wholes = [cell["whole"] for cell in entry["cells"] if isinstance(cell.get("whole"), dict)]
-    if not wholes or name not in wholes[0] or any(whole != wholes[0] for whole in wholes):
-        return {}
-    cells = [{"group": {}, "value": wholes[0][name]}]
-    return {"title": entry.get("title"), "metric": metric, "better": "lower", "axes": [], "cells": cells}
-
-
-def _is_tampered(entry: Mapping[str, Any]) -> bool:
-    """Whether the model was measured with its memory tampered with, or with another config than it has."""
-    return bool(entry.get("control") or entry.get("fields"))
-
-
-def _variant(key: str, entry: Mapping[str, Any]) -> tuple[str, str]:
-    """The task that an entry is of, and in what it differs: "needle reset" with a control is a line of "needle"."""
-    if not _is_tampered(entry):
-        return key, ""
-    name, _, rest = key.partition(" ")
-    return name, _line(rest or entry.get("control") or "changed")
-
-
-def _make_task(name: str, series: dict[str, list[Mapping[str, Any]]], styles: Mapping[str, int]) -> _Task:
-    entries = [entry for runs in series.values() for entry in runs]
-    for key in ("metric", "axes", "better", "unit"):
-        for entry in entries:
-            if entry.get(key) != entries[0].get(key):
-                came = f"{_shorten(entries[0].get(key))} in one run and {_shorten(entry.get(key))} in another"
-                raise ValueError(f"{_line(name)} has {key} {came}; expected the same in all")
-    axes = [_axis(axis, entries) for axis in entries[0]["axes"]]
-    fixed = [f"{axis.name} {axis.words[0]}" for axis in axes if len(axis.words) == 1]
-    return _Task(name, series, styles, [axis for axis in axes if len(axis.words) > 1], fixed)
-
-
-def _line(text: str) -> str:
-    """The text as one line in which nothing steers a terminal."""
-    return "".join(letter if letter.isprintable() else "\ufffd" for letter in " ".join(text.split()))
-
-
-def _count(number: Any) -> str:
-    return f"{number:,}" if finite(number) is not None else "-"
+            raise ValueError(f"{where}: {name} is {shorten(value)}; expected {_WORDS[kind]}")
 
 
 def summarise(results: Sequence[Result]) -> list[str]:
     """A sentence for each task: which model is best where it is hardest, and what chance gives."""
-    return [_sentence(task) for task in _with_figures(_collect(results))]
+    return [_sentence(task) for task in with_figures(compare(results))]
 
 
-def _sentence(task: _Task) -> str:
+def _sentence(task: Task) -> str:
     group: dict[str, str] = {}
     where = ""
     if task.axes and task.axes[0].numbers is not None:
         axis = task.axes[0]
-        for word in reversed(axis.words):
-            group = {axis.name: word}
+        for place in reversed(axis.words):
+            group = {axis.name: place}
             if any(task.estimate(label, group) for label in task.series):
                 break
         where = f"at {axis.name} {group[axis.name]} "
@@ -394,19 +160,12 @@ def _sentence(task: _Task) -> str:
     if missing:
         text += f"; {', '.join(missing)} {'has' if len(missing) == 1 else 'have'} no value there"
     if task.chance is not None:
-        text += f"; chance is {_chance(task)}"
+        text += f"; chance is {task.chance_text}"
     return text + "."
 
 
-def _chance(task: _Task) -> str:
-    chance = task.chance or 0.0
-    if task.percent:
-        return f"{chance:.1%}" if chance >= 0.001 or chance == 0 else "below 0.1%"
-    return f"{task.show(chance)} {task.unit}".strip()
-
-
-def _task_table(task: _Task) -> Table:
-    """A row a line, a column a place of the first axis; one column if nothing varies."""
+def _task_table(task: Task) -> Table:
+    """One row per line, one column per place of the first axis; a single column if nothing varies."""
     header, rows = ["model", task.measure], [[label, task.tell(task.estimate(label, {}))] for label in task.series]
     caption = f"{task.measure[0].upper()}{task.measure[1:]}"
     if task.axes:
@@ -416,14 +175,14 @@ def _task_table(task: _Task) -> Table:
         caption += f", by {first.label}" + (f"; mean over {', '.join(axis.name for axis in others)}" if others else "")
     if task.fixed:
         caption += f"; at {', '.join(task.fixed)}"
-    found = [finite(cell.get("count")) for entry in task.entries for cell in entry["cells"]]
+    found = [as_number(cell.get("count")) for entry in task.entries for cell in entry["cells"]]
     counts = [count for count in found if count is not None]
     if counts:
-        low, high = _word(min(counts)), _word(max(counts))
-        caption += f"; {low if low == high else f'{low} to {high}'} {task.says('counted') or 'sequences'} a cell"
+        low, high = word(min(counts)), word(max(counts))
+        caption += f"; {low if low == high else f'{low} to {high}'} {task.says('counted') or 'sequences'} per cell"
     cells = [cell for row in rows for cell in row[1:]]
-    if any("±" in cell for cell in cells):
-        caption += "; ± is the longer side of a 95% interval"
+    if any(" to " in cell for cell in cells):
+        caption += "; 95% intervals in parentheses"
         if max(len(runs) for runs in task.series.values()) > 1:
             caption += ", over runs where there are several"
     caption += "."
@@ -435,7 +194,7 @@ def _task_table(task: _Task) -> Table:
 
 def result_tables(results: Sequence[Result]) -> list[tuple[str, Table]]:
     """A title and a table for each task."""
-    return [(task.title, _task_table(task)) for task in _with_figures(_collect(results))]
+    return [(task.title, _task_table(task)) for task in with_figures(compare(results))]
 
 
 def print_tables(results: Sequence[Result], console: Console) -> None:
@@ -454,46 +213,44 @@ def result_sections(results: Sequence[Result], more: Sequence[Section] = ()) -> 
     """
     for index, result in enumerate(results):
         check_result(result, f"result {index + 1}")
-    collected = _collect(results)
-    if not collected:
+    measured = compare(results)
+    if not measured:
         return list(more)
-    tasks = _with_figures(collected)
-    varied = [task for task in tasks if task.axes]
-    single = [task for task in tasks if not task.axes]
+    tasks = with_figures(measured)
     sections = [Section("In short", [_sentence(task) for task in tasks]), *more]
-    sections += [_task_section(task) for task in varied]
-    if single:
+    sections += [_task_section(task) for task in tasks if task.axes]
+    if single := [task for task in tasks if not task.axes]:
         sections.append(Section("Single figures", ["Tasks with one figure per model."], [_single_table(single)]))
-    return [*sections, _made_section(results, collected)]
+    return [*sections, _made_section(results, measured)]
 
 
-def _single_table(tasks: Sequence[_Task]) -> Table:
-    """A row a task, a column a line."""
+def _single_table(tasks: Sequence[Task]) -> Table:
+    """One row per task, one column per line."""
     labels = list(dict.fromkeys(label for task in tasks for label in task.series))
     rows = [
         [
             task.title + (f", {', '.join(task.fixed)}" if task.fixed else ""),
             task.measure,
             *(task.tell(task.estimate(label, {})) if label in task.series else "-" for label in labels),
-            "-" if task.chance is None else _chance(task),
+            task.chance_text,
         ]
         for task in tasks
     ]
-    return Table(["task", "measured as", *labels, "chance"], rows, "± is the longer side of a 95% interval.")
+    return Table(["task", "measured as", *labels, "chance"], rows, "95% intervals in parentheses.")
 
 
-def _task_section(task: _Task) -> Section:
+def _task_section(task: Task) -> Section:
     first = task.axes[0]
     better = f"{'Higher' if task.higher else 'Lower'} is better."
     words = [f"Source: {task.says('source')}." if task.says("source") else "", better]
     if task.chance is not None:
-        words.append(f"Chance is {_chance(task)}.")
-    trained = sorted({number for entry in task.entries if (number := finite(entry.get("trained_at"))) is not None})
+        words.append(f"Chance is {task.chance_text}.")
+    trained = sorted({number for entry in task.entries if (number := as_number(entry.get("trained_at"))) is not None})
     if trained:
-        words.append(f"Trained at length {' and '.join(map(_word, trained))}.")
+        words.append(f"Trained at length {' and '.join(map(word, trained))}.")
     shown = list(task.series)
     if len(shown) > CROWDED:
-        shown = [label for label in shown if not _is_tampered(task.series[label][0])] or shown[:CROWDED]
+        shown = [label for label in shown if not is_tampered(task.series[label][0])] or shown[:CROWDED]
     curves = [_curve(task, label, first) for label in shown]
     names = ", ".join(shown)
     y_label = f"{task.measure}, {'higher' if task.higher else 'lower'} is better"
@@ -517,11 +274,11 @@ def _task_section(task: _Task) -> Section:
     return Section(task.title, [" ".join(filter(None, words))], [_task_table(task)], figures)
 
 
-def _curve(task: _Task, label: str, axis: _Axis) -> Curve:
+def _curve(task: Task, label: str, axis: Axis) -> Curve:
     means = task.along(label, axis)
     entries = task.series[label]
-    runs = [[task.estimate_run(entry, {axis.name: word}) for word in axis.words] for entry in entries]
-    trained = {finite(entry.get("trained_at")) if axis.name == "length" else None for entry in entries}
+    runs = [[task.estimate_run(entry, {axis.name: place}) for place in axis.words] for entry in entries]
+    trained = {as_number(entry.get("trained_at")) if axis.name == "length" else None for entry in entries}
     has_interval = any(mean is not None and mean.low is not None for mean in means)
     return Curve(
         f"{label}, {len(entries)} runs" if len(entries) > 1 else label,
@@ -538,8 +295,8 @@ def _values(estimates: Iterable[Estimate | None]) -> list[float | None]:
     return [None if estimate is None else estimate.value for estimate in estimates]
 
 
-def _heat_maps(task: _Task) -> list[Figure]:
-    """A map for each line, the second axis downwards; all of them share one scale."""
+def _heat_maps(task: Task) -> list[Figure]:
+    """One map per line, the second axis downwards; all of them share one scale."""
     columns, rows = task.axes
     grids = {
         label: [
@@ -552,7 +309,7 @@ def _heat_maps(task: _Task) -> list[Figure]:
     limits = (0.0, 1.0) if task.percent or not values else (min(values), max(values))
 
     def show(value: float) -> str:
-        return f"{100 * value:.0f}" if task.percent else _significant(value)
+        return f"{100 * value:.0f}" if task.percent else significant(value)
 
     return [
         Figure(
@@ -574,14 +331,14 @@ def _heat_maps(task: _Task) -> list[Figure]:
     ]
 
 
-def _made_section(results: Sequence[Result], tasks: Sequence[_Task]) -> Section:
+def _made_section(results: Sequence[Result], tasks: Sequence[Task]) -> Section:
     header = ["run", "model", "parameters", "seed", "date", "torch", "seconds", "command"]
     rows = []
     for result in results:
-        seconds = [s for entry in result["tasks"].values() if (s := finite(entry.get("seconds"))) is not None]
+        seconds = [s for entry in result["tasks"].values() if (s := as_number(entry.get("seconds"))) is not None]
         calls = _calls(result)
         versions = [found if isinstance(found := call.get("versions"), dict) else {} for call in calls]
-        cells = [result["name"], result["model"]["name"], _count(result["model"].get("parameters"))]
+        cells = [result["name"], result["model"]["name"], count_text(result["model"].get("parameters"))]
         trained = result["model"].get("seed")
         seed = _each(calls, "seed") + ("" if trained is None else f", trained with {_plain(trained)}")
         cells += [seed, _each(calls, "date"), _each(versions, "torch")]
@@ -592,7 +349,7 @@ def _made_section(results: Sequence[Result], tasks: Sequence[_Task]) -> Section:
 
 
 def _calls(result: Result) -> list[Mapping[str, Any]]:
-    """What says how a result was made: the calls that each of its tasks names, else the result."""
+    """What says how a result was made: the calls that its tasks name, or else the result itself."""
     named = [entry["made"] for entry in result["tasks"].values() if isinstance(entry.get("made"), list)]
     return [call for calls in named for call in calls if isinstance(call, dict)] or [result]
 
@@ -609,8 +366,8 @@ def _plain(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _settings(task: _Task) -> str:
-    """The settings of a task; where runs differ, each of theirs."""
+def _settings(task: Task) -> str:
+    """The settings of a task; where runs differ, all of theirs."""
     found: dict[str, list[str]] = {}
     for entry in task.entries:
         settings = entry.get("settings")
@@ -639,6 +396,6 @@ def write_report(
 
 def _facts(results: Sequence[Result]) -> str:
     models = {result["model"]["name"] for result in results}
-    tasks = {_variant(key, task)[0] for result in results for key, task in result["tasks"].items() if task["cells"]}
+    tasks = {split_name(key, task)[0] for result in results for key, task in result["tasks"].items() if task["cells"]}
     counts = {"model": len(models), "run": len(results), "task": len(tasks)}
-    return ", ".join(f"{count} {word}{'' if count == 1 else 's'}" for word, count in counts.items()) if results else ""
+    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items()) if results else ""
