@@ -35,7 +35,7 @@ bench: $(STAMPS)/bench ## measure the memory: speed and peak memory
 	@$(BIN)/titans bench memory $(ARGS)
 
 docs: $(STAMPS)/docs ## build the documentation as a site, in site/
-	$(BIN)/mkdocs build --strict $(ARGS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
 clean: ## remove caches and build products
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
