@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from titans.files import LOCK, content, locked, replacing, write_atomically, write_json
+from titans.files import LOCK, content, locked, may_be_on_hub, not_there, replacing, write_atomically, write_json
 
 HOLD = """
 import sys, time
@@ -145,3 +145,34 @@ def test_a_folder_that_cannot_be_written_to_is_refused_in_one_sentence(tmp_path,
         locked(tmp_path / place, "titans train"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("name", "may"),
+    [
+        ("gpt2", True),
+        ("owner/name", True),
+        ("runs/smal", False),
+        ("./x", False),
+        ("../x/y", False),
+        (".runs/x", False),
+        ("/x", False),
+        ("~/x", False),
+        ("x/", False),
+        ("owner/name/x", False),
+        ("two words", False),
+        ("", False),
+    ],
+)
+def test_a_mistyped_path_is_not_looked_up_on_a_hub(name, may, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/small").mkdir(parents=True)
+    assert may_be_on_hub(name) == may
+
+
+def test_what_is_not_there_is_said_with_what_was_perhaps_meant(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/small").mkdir(parents=True)
+    assert not_there("runs/smal") == "runs/smal is not there (did you mean runs/small?)"
+    assert not_there("rnus") == "rnus is not there (did you mean runs?)"
+    assert not_there("elsewhere/small") == "elsewhere/small is not there"

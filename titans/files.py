@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
+import re
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -17,6 +19,7 @@ RUN = "train.yaml"  # in the folder of a run: its config,
 METRICS = "metrics.jsonl"  # what was logged along the way,
 RESULT = "result.json"  # its last figures: a run that has them is complete;
 EVAL = "eval.json"  # in that of an evaluation: its results
+HUB_NAME = r"[\w.-]+(/[\w.-]+)?"  # NAME or OWNER/NAME, as on the Hugging Face hub
 LOCK = ".titans.lock"  # in any output folder, while a process writes there
 
 
@@ -117,6 +120,23 @@ def _holder(folder: Path) -> str:
     with suppress(OSError):
         return (folder / LOCK).read_text(encoding="utf-8") or "just started"
     return "just ended"
+
+
+def may_be_on_hub(name: str, pattern: str = HUB_NAME) -> bool:
+    """Whether a name that is no path here can be one on the hub, and is not a mistyped path.
+
+    It is taken for a path if it begins with ``.``, ``/`` or ``~``, ends with ``/``, or is in a folder that is here.
+    """
+    path_like = name.startswith((".", "/", "~")) or ("/" in name and Path(name).parent.exists())
+    return not path_like and re.fullmatch(pattern, name) is not None
+
+
+def not_there(name: str) -> str:
+    """Words for a path that does not exist, with the name beside it that is most like it."""
+    path = Path(name).expanduser()
+    there = [each.name for each in content(path.parent)] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, there, n=1)
+    return f"{name} is not there" + (f" (did you mean {path.parent / close[0]}?)" if close else "")
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

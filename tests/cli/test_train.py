@@ -79,7 +79,7 @@ def test_train_then_refuse_then_resume_then_overwrite(
         (["--model.name", "transformer++", "--carry", "1"], "transformer++"),
         (["--model.num_attention_heads", "5"], "num_attention_heads is 5"),
         (["--trackers", "[tensorbord]"], "trackers has 'tensorbord': did you mean tensorboard?"),
-        (["--device", "cuda:9"], "device is 'cuda:9'; expected cpu"),
+        (["--device", "cuda:9"], "device is 'cuda:9'; expected auto or cpu"),
         (["--learning-rate", ".inf"], "learning_rate is inf; expected a positive number"),
     ],
 )
@@ -102,7 +102,7 @@ def test_a_folder_of_something_else_is_left_alone(
         assert code == 2 and "is not empty and holds no run" in said
     (tmp_path / "file").write_text("mine")
     code, said = call("train", str(config), "--output", str(tmp_path / "file"), capsys=capsys)
-    assert code == 2 and "which is a file; expected a folder" in said
+    assert code == 2 and "file cannot be written to (it is a file); expected a folder" in said
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
 
 

@@ -54,6 +54,8 @@ def test_a_switch_takes_a_value_or_none() -> None:
         (["--data", "hf://a/b", "--carry", "1"], "carry is for prepared data"),
         (["--data.name", "x"], "data.name is not a field of a training run"),
         (["--model", "mac"], "model is 'mac'; expected fields"),
+        (["--device", "gpu"], "device is 'gpu'; expected auto or cpu or cuda or mps"),
+        (["--push-to-hub", "my model"], "push_to_hub is 'my model'; expected OWNER/NAME"),
     ],
 )
 def test_what_is_wrong_is_one_sentence(flags: list[str], words: str) -> None:
@@ -106,5 +108,6 @@ def test_the_warm_up_is_a_share_or_a_number() -> None:
 
 def test_every_field_is_listed_with_its_default() -> None:
     said = describe_fields()
-    assert "learning_rate: 0.0004" in said and "length: 4096  Tokens of a training sequence." in said
+    assert "learning_rate: 0.0004" in said and "length: 4096  Tokens per training sequence." in said
     assert len(said.splitlines()) == len(TrainConfig().to_dict())
+    assert all(line.endswith(".") for line in said.splitlines()), "a field has no words"

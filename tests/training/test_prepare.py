@@ -625,8 +625,8 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("names", "options", "words"),
     [
-        (["nowhere.txt"], {}, "'nowhere.txt' is not there; expected a file, a folder, or a dataset of the hub"),
-        (["files/nowhere"], {}, "'files/nowhere' is not there"),
+        (["nowhere.txt"], {}, "nowhere.txt is not there; expected a file, a folder, or hf://OWNER/NAME"),
+        (["files/nowhere"], {}, "files/nowhere is not there"),
         ([""], {}, "'' is not there"),
         (["files/none"], {}, "files/none holds nothing to read; expected files that end in .txt, .md"),
         (["/dev/null"], {}, "/dev/null is neither a file nor a folder"),
@@ -652,7 +652,7 @@ def bad_files(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (["files/hole.parquet"], {}, "files/hole.parquet is damaged; expected a whole Parquet file"),
         (["files/other.parquet"], {}, "files/other.parquet has no column 'text' (did you mean 'texts'?)"),
         (["files/int.parquet"], {}, "files/int.parquet has a column 'text' of int64; expected one of strings."),
-        (["files/good.txt"], {"validation": ["files/nowhere.txt"]}, "'files/nowhere.txt' is not there"),
+        (["files/good.txt"], {"validation": ["files/nowhere.txt"]}, "files/nowhere.txt is not there"),
         (["files/good.txt"], {"validation": ["files/empty.txt"]}, "files/empty.txt; expected at least one document"),
         (["files/good.txt"], {"validation": 1.0}, "validation is 1; expected a part between 0 and 1, or files."),
         (["files/good.txt"], {"validation": float("nan")}, "validation is nan; expected a part between 0 and 1"),

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,9 +21,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start
 from titans import TitansForCausalLM
+from titans.files import LOCK
 from titans.tasks.prepared import TokenStore
 from titans.training import run, trainer
 from titans.training.build import make_model
+from titans.training.callbacks import StopInOrder
 from titans.training.config import TrainConfig
 from titans.training.run import train
 from titans.training.trainer import MemoryTrainer
@@ -148,6 +153,120 @@ def test_sigterm_saves_and_stops_in_order(tiny: Make) -> None:
     assert process.returncode == 0 and "--resume goes on" in said
     last = run.last_checkpoint(Path(config.output))
     assert last is not None and int(last.name[11:]) == max(losses(config.output)) < 400
+
+
+def test_ctrl_c_saves_says_how_to_go_on_and_is_still_an_interrupt(tiny: Make) -> None:
+    config = tiny(steps=400, save_every=1000)
+    said: list[str] = []
+
+    def press() -> None:
+        while not (Path(config.output, "metrics.jsonl").is_file() and losses(config.output)):
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    finger = threading.Thread(target=press)
+    finger.start()
+    with pytest.raises(KeyboardInterrupt):
+        train(config, say=said.append)
+    finger.join()
+    assert said[-2] == "a checkpoint will be saved after this step; Ctrl-C again stops at once."
+    assert re.fullmatch(r"stopped at step \d+ of 400 with a checkpoint; --resume goes on\.", said[-1])
+    last = run.last_checkpoint(Path(config.output))
+    assert last is not None and int(last.name[11:]) == max(losses(config.output)) < 400
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once() -> None:
+    said: list[str] = []
+    stop = StopInOrder(said.append)
+    stop._note(signal.SIGINT, None)
+    with pytest.raises(KeyboardInterrupt):
+        stop._note(signal.SIGINT, None)
+    assert len(said) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_in_a_terminal_reaches_data_workers_too_and_saves(tiny: Make) -> None:
+    config = tiny(steps=400, save_every=1000, workers=2)
+    process = start(command(config))
+    while process.poll() is None and not (Path(config.output, "metrics.jsonl").is_file() and losses(config.output)):
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGINT)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130 and said.count("Ctrl-C again") == 1 and said.endswith("titans: interrupted.\n")
+    last = run.last_checkpoint(Path(config.output))
+    assert last is not None and int(last.name[11:]) == max(losses(config.output)) < 400
+
+
+def test_two_runs_do_not_write_to_one_folder(tiny: Make) -> None:
+    config = tiny(steps=1)
+    refused: list[str] = []
+
+    def other(words: str) -> None:
+        with pytest.raises(ValueError, match=r"is in use by another process \(titans train, process \d+\)") as error:
+            train(config, overwrite=True)
+        refused.append(str(error.value))
+
+    assert train(config, say=other).finished and refused
+    assert not Path(config.output, LOCK).exists()
+
+
+class Hub:
+    """Stands for the hub's interface: notes what comes, and fails as often as it is told."""
+
+    calls: list[tuple[str, dict[str, Any]]] = []
+    failures = 0
+
+    def create_repo(self, name: str, **options: Any) -> None:
+        if Hub.failures:
+            Hub.failures -= 1
+            raise ConnectionError("no\nnetwork")
+        Hub.calls.append((name, options))
+
+    def upload_folder(self, **options: Any) -> None:
+        Hub.calls.append(("upload", options))
+
+
+def test_a_push_that_failed_is_tried_again_by_resume_and_then_never_again(
+    tiny: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(Hub, "calls", [])
+    monkeypatch.setattr(Hub, "failures", 1)
+    config = tiny(steps=1, push_to_hub="owner/name")
+    with pytest.raises(OSError, match=r"complete, but was not pushed to owner/name: no network; --resume tries again"):
+        train(config, say=lambda words: None)
+    assert Path(config.output, "result.json").is_file() and not Hub.calls
+    assert train(config, resume=True, say=lambda words: None).finished
+    (name, made), (_, sent) = Hub.calls
+    assert name == sent["repo_id"] == "owner/name" and made["private"]
+    assert LOCK in sent["ignore_patterns"]
+    train(config, resume=True, say=lambda words: None)
+    assert len(Hub.calls) == 2
+    public = tiny(steps=1, push_to_hub="owner/other", hub_private=False)
+    train(public, resume=True, say=lambda words: None)
+    assert len(Hub.calls) == 4 and not Hub.calls[2][1]["private"]
+
+
+def test_a_result_never_holds_nan_and_can_be_read_again(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "peak_memory", lambda device: math.nan)
+    config = tiny(steps=1)
+    train(config, say=lambda words: None)
+    assert json.loads(Path(config.output, "result.json").read_text())["peak_memory_gib"] is None
+    assert math.isnan(train(config, resume=True, say=lambda words: None).metrics["peak_memory_gib"])
+
+
+def test_every_validation_says_over_how_many_tokens_it_went(tiny: Make, capsys: pytest.CaptureFixture[str]) -> None:
+    result = train(tiny(steps=2, eval_every=2, eval_tokens=LENGTH), say=lambda words: None)
+    said = [line for line in capsys.readouterr().err.splitlines() if "validation loss" in line]
+    assert [line.split("over ")[1] for line in said] == ["128 tokens", f"{result.metrics['eval_tokens']:,.0f} tokens"]
+
+
+def test_a_mistyped_folder_of_a_trained_model_is_not_looked_up_on_the_hub(tiny: Make, tmp_path: Path) -> None:
+    (tmp_path / "small").mkdir()
+    fields = tiny().to_dict() | {"model": {"pretrained": str(tmp_path / "smal")}}
+    with pytest.raises(ValueError, match=r"model.pretrained is .*smal is not there \(did you mean .*small\?\)"):
+        train(TrainConfig(**fields))
 
 
 @pytest.mark.parametrize("carry", [pytest.param(0, marks=pytest.mark.slow), pytest.param(1, marks=pytest.mark.slow), 2])

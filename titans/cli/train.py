@@ -14,9 +14,11 @@ FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 def train(
     context: typer.Context,
     config: Annotated[
-        Path | None, typer.Argument(help="YAML file with the fields of the run; see configs/train/.")
+        Path | None, typer.Argument(help="A YAML file with the fields of the run; see configs/train/.")
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint of the output.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the last checkpoint in the output folder.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the run in the output folder.")] = False,
     fields: Annotated[bool, typer.Option("--fields", help="List every field with its default, and exit.")] = False,
 ) -> None:
@@ -45,5 +47,7 @@ def train(
         peak = result.metrics["peak_memory_gib"]
         typer.echo(f"Model: {result.output} ({result.steps:,} steps; peak memory {peak:.2f} GiB)")
         if "eval_loss" in result.metrics:
-            loss, perplexity = result.metrics["eval_loss"], result.metrics["eval_perplexity"]
-            typer.echo(f"Validation loss {loss:.4f}, perplexity {perplexity:.2f}.")
+            loss, perplexity, tokens = (result.metrics[f"eval_{name}"] for name in ("loss", "perplexity", "tokens"))
+            typer.echo(
+                f"Validation loss {loss:.4f}, perplexity {perplexity:.2f}, at the end over {tokens:,.0f} tokens."
+            )

@@ -12,19 +12,22 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
 
+from titans.files import may_be_on_hub, not_there
 from titans.words import sentence
 
 BYTES = (256, 257)  # vocabularies of models that read bytes, without and with a token between texts
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
-HUB_NAME = r"[\w.-]+(/[\w.-]+)?"
 # what is fetched of a model on the hub; copies of the weights for other programs are not
 HUB_FILES, NOT_HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt"), ("*/*", "consolidated*")
 
 
 def choose_device(name: torch.device | str = "auto") -> torch.device:
     """The device of that name; ``auto`` is CUDA if there is any, else MPS, else the CPU."""
+    there = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        name = next(kind for kind in there if there[kind])
+    if there.get(str(name)):
+        return torch.device(name)  # without a tensor on it: of several processes, each may have a GPU of its own
     try:
         return torch.empty(0, device=name).device
     except Exception as error:  # each kind of device has its own way to be missing
@@ -109,16 +112,14 @@ def _fetch(name: str) -> Path:
     """The folder that a model on the hub is kept in, after it has been downloaded if need be."""
     from huggingface_hub import snapshot_download
 
-    from titans.models.tokenizer import may_be_on_hub
-
     expected = "expected a folder written by save_pretrained or the name of a model on the Hugging Face hub"
-    if not may_be_on_hub(name, HUB_NAME):
-        raise ValueError(f"{name} is not there; {expected}")
+    if not may_be_on_hub(name):
+        raise ValueError(f"{not_there(name)}; {expected}")
     try:
         return Path(snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(NOT_HUB_FILES)))
     except Exception as error:  # no such model, no network, no room: each its own class
         raise ValueError(
-            f"{name} is not there, and was not found on the hub ({type(error).__name__}); {expected}"
+            f"{not_there(name)}, and was not found on the hub ({type(error).__name__}); {expected}"
         ) from error
 
 

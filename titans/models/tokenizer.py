@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import threading
 import uuid
@@ -19,10 +18,13 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from titans.files import may_be_on_hub, not_there
+
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
 # What ends a text in tokenizer.json files that come without a tokenizer_config.json to say so.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
+EXPECTED = "expected 'bytes', a folder with a tokenizer, a tokenizer.json file or a name on the hub"
 
 Encode = Callable[[Sequence[str]], list[NDArray[np.int32]]]
 
@@ -72,11 +74,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
         tokenizer = _read_tokenizer(str(path.parent)) if beside else _read_file(path)
     elif name and path.is_dir():
         tokenizer = _read_tokenizer(str(path))
-    elif not may_be_on_hub(name, r"[\w.-]+(/[\w.-]+)?"):
-        raise ValueError(
-            f"the tokenizer {name} is not there; expected 'bytes', a folder with a tokenizer, a tokenizer.json file or "
-            "a name on the hub."
-        )
+    elif not may_be_on_hub(name):
+        raise ValueError(f"the tokenizer {not_there(name)}; {EXPECTED}.")
     else:
         tokenizer = _read_tokenizer(name)
     return _with_known_end(tokenizer)
@@ -141,11 +140,6 @@ def tokenizer_state(tokenizer: PreTrainedTokenizerBase) -> str:
     if backend is not None:
         return str(backend.to_str())
     return json.dumps([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])])
-
-
-def may_be_on_hub(name: str, pattern: str) -> bool:
-    """Whether a name that is no local path can be one on the hub: of that form, and not inside a folder that exists."""
-    return re.fullmatch(pattern, name) is not None and ("/" not in name or not Path(name).parent.exists())
 
 
 @contextmanager
@@ -215,7 +209,7 @@ def _read_tokenizer(name: str) -> PreTrainedTokenizerBase:
         if Path(name).is_dir():
             expected = "expected a folder with a tokenizer that transformers can read"
         else:
-            expected = "expected 'bytes', a folder with a tokenizer, a tokenizer.json file or a name on the hub"
+            expected = EXPECTED
         raise ValueError(f"the tokenizer {name} cannot be loaded; {expected}{_reason(error)}.") from error
 
 

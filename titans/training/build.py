@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from titans.models import TitansConfig, TitansForCausalLM
 from titans.models.baselines import NAMES, SIZES, config_class, config_for, own_fields
 from titans.models.configuration import VARIANTS
+from titans.models.loading import load_model
 from titans.training.config import TrainConfig
 from titans.words import nearest
 
@@ -65,9 +66,9 @@ def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(made)
     try:
-        model = AutoModelForCausalLM.from_pretrained(pretrained, dtype=torch.float32)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"model.pretrained is {pretrained!r}: {' '.join(str(error).split())[:300]}") from None
+        model: Any = load_model(str(pretrained), "cpu", torch.float32)[0]
+    except ValueError as error:
+        raise ValueError(f"model.pretrained is {pretrained!r}: {error}") from None
     if model.config.vocab_size < vocab_size:
         raise ValueError(
             f"the tokenizer has {vocab_size:,} tokens and {pretrained} knows {model.config.vocab_size:,}; "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -10,20 +11,21 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from titans.files import RUN, read_yaml
+from titans.files import HUB_NAME, RUN, read_yaml
 from titans.words import nearest
 
 PRECISIONS = ("float32", "bf16")
 GRADIENTS = ("second", "first")
 PARALLEL = ("ddp", "fsdp2")
 SCHEDULES = ("cosine", "stable")
+DEVICES = ("auto", "cpu", "cuda", "mps")
 TASK = "task:"  # how data that a task draws is named
 # What may change between a run and its continuation: where and how it runs, not what it computes.
 FREE = frozenset(
     (
         "data", "output", "micro_batch", "workers", "log_every", "memory_stats_every", "eval_every", "eval_tokens",
-        "final_eval_tokens", "save_every", "keep", "trackers", "push_to_hub", "parallel", "compile",
-        "gradient_checkpointing", "device",
+        "final_eval_tokens", "save_every", "keep", "trackers", "push_to_hub", "hub_private", "parallel",
+        "compile", "gradient_checkpointing", "device",
     )
 )  # fmt: skip
 
@@ -33,110 +35,120 @@ STREAM = frozenset(("data", "workers", "micro_batch"))  # what a stream's rows d
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """What ``titans train`` is told, one field a line of its YAML file."""
+    """What ``titans train`` is told: every field is a line of its YAML file, and a flag."""
 
     # what
     model: dict[str, Any] = field(default_factory=lambda: {"name": "mac", "size": "1m"})
-    """name (a variant, preset or baseline) and size, and any field of its config; or pretrained: a folder or name."""
+    """The model: name (a variant, preset or baseline), size, and any field of its config; or pretrained alone, a folder
+    or a name on the hub."""
     data: str = ""
-    """The folder that ``titans prepare`` wrote; or hf://OWNER/NAME, streamed from the hub; or task:NAME, drawn by a
-    task of ``titans eval`` (several: commas between), where the loss is that of the answers only."""
+    """The training data: a folder that ``titans prepare`` wrote; hf://OWNER/NAME, streamed from the hub; or task:NAME,
+    drawn by a task of ``titans eval`` (several with commas between), where only answers count for the loss."""
     task: dict[str, Any] = field(default_factory=dict)
-    """Task data: settings of the task; of one of several, as TASK.SETTING."""
+    """For task data: the settings of the task; with several tasks, TASK.SETTING sets that of one."""
     data_config: str | None = None
-    """Streamed data: the configuration of the hub's data set."""
+    """For streamed data: the configuration of the data set."""
     data_split: str = "train"
-    """Streamed data: the split."""
+    """For streamed data: the split."""
     text_column: str = "text"
-    """Streamed data: the column with the text."""
+    """For streamed data: the column that holds the text."""
     validation: str | None = None
-    """A prepared folder whose validation split (else its train split) is the validation data; default: data's own."""
+    """A prepared folder whose validation split, or else train split, is the validation data. By default, the data's own
+    validation split is."""
     tokenizer: str | None = None
-    """Streamed data and tasks of text: bytes, a folder, or a name on the hub. Prepared data brings its own."""
+    """For streamed data and tasks of text: bytes, a folder, or a name on the hub. Prepared data brings its own."""
     output: str = ""
-    """The folder of the run, made if needed."""
+    """The folder of the run, which is made if it is missing."""
 
     # how much
     length: int = 4096
-    """Tokens of a training sequence."""
+    """Tokens per training sequence."""
     batch_tokens: int = 524_288
-    """Tokens of a batch, all processes and accumulation steps together."""
+    """Tokens per batch, all processes and accumulation steps together."""
     micro_batch: int = 8
-    """Sequences that a process works on at a time, at most; the rest of a batch is accumulated."""
+    """The most sequences that a process works on at a time; the rest of a batch is accumulated."""
     tokens: int | None = None
-    """Tokens of the whole run; or give steps, or epochs."""
+    """Tokens of the whole run. Give one of tokens, steps and epochs."""
     steps: int | None = None
     """Optimiser steps of the whole run."""
     epochs: float | None = None
     """Passes over the data."""
 
     shortest: int | None = None
-    """Task data: sequences begin with so many tokens and double until they have ``length``; a batch has as many tokens
-    at all times. None: they all have ``length``."""
+    """For task data: sequences begin with this many tokens and double until they have ``length``, while a batch always
+    has the same number of tokens. By default, they all have ``length``."""
     growth: float = 0.5
-    """Share of the steps after which they have."""
+    """The share of the steps after which sequences have their full length."""
 
     # carried memory
     carry: int = 0
-    """0: every sequence starts with a fresh memory. n: documents are read in consecutive sequences of n pieces of
-    ``length`` tokens, the memory is carried on, and gradients are cut after n pieces."""
+    """With 0, every sequence starts with a fresh memory. With n, documents are read in consecutive sequences of n
+    pieces of ``length`` tokens, the memory is carried on, and gradients are cut after n pieces."""
 
     # optimiser
     learning_rate: float = 4e-4
+    """The highest learning rate."""
     schedule: str = "cosine"
-    """cosine: the rate falls from the end of the warm-up on; stable: it stays, and falls in a line at the end."""
+    """cosine: the rate falls from the end of the warm-up on; stable: it stays, and falls linearly at the end."""
     decay: float = 0.33
-    """Stable schedule: share of the steps over which the rate falls."""
+    """For the stable schedule: the share of the steps over which the rate falls."""
     min_learning_rate: float = 0.1
     """Where the rate ends, as a share of the learning rate."""
     warmup: float = 0.02
-    """Share of the steps over which the rate rises; or, from 1 on, their number."""
+    """The share of the steps over which the rate rises; from 1 on, their number."""
     weight_decay: float = 0.1
-    """Of the weights of linear layers and embeddings; norms, biases, the memory's start, and its gates of step,
-    forgetting and momentum have none."""
+    """The decay of the weights of linear layers and embeddings; norms, biases, the memory's start, and its gates of
+    step, forgetting and momentum have none."""
     beta1: float = 0.9
+    """AdamW's decay of the mean gradient."""
     beta2: float = 0.95
+    """AdamW's decay of the mean squared gradient."""
     clip: float = 1.0
-    """Largest norm of the gradient."""
+    """The largest norm of the gradient."""
     write_cost: float = 0.0
     """What writing costs: this times the mean of theta over tokens and heads is added to what is minimised (not to the
-    loss that is shown), growing from nothing with the square of the steps. Where a text is much longer than those of
-    the training, a memory keeps the longer the less is written into it."""
+    loss that is shown), growing from nothing with the square of the steps. On texts much longer than those of the
+    training, a memory that writes less keeps what it has for longer."""
     outer_gradients: str = "second"
-    """second: through the memory's own gradients; first: cheaper, these are taken as constants."""
+    """second: gradients go through the memory's own gradients; first: these are constants, which is cheaper."""
     seed: int = 0
+    """The seed of the first weights and of the order of the data."""
 
     # how
     precision: str = "float32"
-    """bf16: autocast; parameters, memory states and their coefficients stay float32."""
+    """float32, or bf16: autocast, while parameters, memory states and their coefficients stay float32."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass instead of keeping them."""
     compile: bool = False
-    """torch.compile; where it fails, the run says so and goes on without."""
+    """Use torch.compile; where it fails, the run says so and goes on without."""
     parallel: str = "ddp"
-    """Several processes: ddp, or fsdp2, which shards parameters, gradients and optimiser."""
-    device: str | None = None
-    """cpu, to stay there though there is a GPU; else the accelerator that there is."""
+    """What several processes do: ddp, or fsdp2, which shards parameters, gradients and optimiser."""
+    device: str = "auto"
+    """Where to run: auto (CUDA if there is any, else MPS, else the CPU), cpu, cuda or mps."""
     workers: int = 0
-    """Processes that read data ahead."""
+    """How many processes read data ahead."""
 
     # watching and keeping
     log_every: int = 10
+    """Steps between two lines of figures."""
     memory_stats_every: int = 50
-    """Steps between two looks at every layer's gates, surprise and memory norm; 0: never."""
+    """Steps between two looks at every layer's gates, surprise and memory norm; 0 means never."""
     eval_every: int = 500
-    """Steps between two validations; there is always one at the end. 0: only that one."""
+    """Steps between two validations; with 0, there is only the one at the end, which there always is."""
     eval_tokens: int | None = 1_000_000
-    """Validation tokens along the way, at most; None: all."""
+    """The most tokens of a validation along the way; null means all."""
     final_eval_tokens: int | None = None
-    """The same of the validation at the end."""
+    """The most tokens of the validation at the end; null means all."""
     save_every: int = 500
     """Steps between two checkpoints; there is always one at the end."""
     keep: int = 2
-    """Checkpoints that are kept."""
+    """How many checkpoints are kept."""
     trackers: list[str] = field(default_factory=lambda: ["tensorboard"])
-    """Where figures go besides the run's folder: any name the Trainer knows."""
+    """Where figures go besides the run's folder: any names that the Trainer knows."""
     push_to_hub: str | None = None
-    """OWNER/NAME to push the finished model to."""
+    """OWNER/NAME on the hub that the finished model is pushed to."""
+    hub_private: bool = True
+    """Whether a repository that is made on the hub is private."""
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -154,18 +166,21 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a positive number")
-        if self.device not in (None, "cpu"):
-            raise ValueError(f"device is {self.device!r}; expected cpu, or nothing for the accelerator that there is")
         for name in ("min_learning_rate", "beta1", "beta2", "growth", "decay"):
             if not 0 <= getattr(self, name) <= 1 or (name.startswith("beta") and getattr(self, name) == 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
         for name in ("warmup", "weight_decay", "write_cost"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
-        choices = {"precision": PRECISIONS, "outer_gradients": GRADIENTS, "parallel": PARALLEL, "schedule": SCHEDULES}
+        choices = {
+            "precision": PRECISIONS, "outer_gradients": GRADIENTS, "parallel": PARALLEL, "schedule": SCHEDULES,
+            "device": DEVICES,
+        }  # fmt: skip
         for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected {' or '.join(known)}")
+        if self.push_to_hub is not None and not re.fullmatch(HUB_NAME, self.push_to_hub):
+            raise ValueError(f"push_to_hub is {self.push_to_hub!r}; expected OWNER/NAME")
         given = [name for name in ("tokens", "steps", "epochs") if getattr(self, name) is not None]
         if len(given) > 1:
             raise ValueError(f"{' and '.join(given)} are given; expected one of tokens, steps and epochs")

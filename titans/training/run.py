@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from transformers.integrations import TensorBoardCallback, get_available_reporti
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from titans.files import METRICS, RESULT, RUN, write_atomically
-from titans.models.loading import quiet
+from titans.files import LOCK, METRICS, RESULT, RUN, content, locked, sync, write_atomically, write_json
+from titans.models.loading import choose_device, quiet
 from titans.models.tokenizer import load_tokenizer
 from titans.tasks import Task, WrongLengthError, example, make_tasks
 from titans.tasks.prepared import TokenStore, load_prepared
@@ -32,7 +32,7 @@ from titans.training.card import model_card
 from titans.training.config import TrainConfig
 from titans.training.data import CarriedRows, PackedRows, StreamedRows, TaskRows
 from titans.training.trainer import SAVING, MemoryTrainer, writing
-from titans.words import nearest
+from titans.words import nearest, sentence
 
 TENSORBOARD = "tensorboard"
 # what a finished run has at its top besides
@@ -41,6 +41,7 @@ MODEL_FILES = (
     "added_tokens.json", "chat_template*", "README.md", "training_args.bin",
 )  # fmt: skip
 TASK_VALIDATION = 256  # sequences
+PUSHED = "pushed_to"  # in the result: the name on the hub
 Say = Callable[[str], None]
 
 
@@ -105,25 +106,31 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
         overwrite: replace the run that the output folder holds.
         say: told what is worth knowing, a sentence at a time; default: standard error.
     """
-    with quiet():
-        return _train(config, resume, overwrite, say or _to_stderr)
-
-
-def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say) -> Result:
-    rank, processes = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if not config.output:
         raise ValueError("output is empty; expected the folder of the run")
+    rank = int(os.environ.get("RANK", 0))
+    # the first of several processes holds the folder for all of them
+    lock = locked(Path(config.output), "titans train") if rank == 0 else nullcontext()
+    with quiet(), lock:
+        return _train(config, resume, overwrite, say or _to_stderr, rank)
+
+
+def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say, rank: int) -> Result:
+    processes = int(os.environ.get("WORLD_SIZE", 1))
     if not config.data:
         raise ValueError("data is empty; expected the folder that `titans prepare` wrote, or hf://OWNER/NAME")
     output = Path(config.output)
+    choose_device(config.device)  # refused now, before anything is written
     data = open_data(config)
     if rank == 0:  # the others would see what this one writes
         check_output(output, config, data, resume, overwrite)
     if resume and (output / RESULT).is_file():
         if rank == 0:
             say(f"the run in {output} is complete already.")
-        known = json.loads((output / RESULT).read_text(encoding="utf-8"))
-        return Result(output, int(known["steps"]), True, known)
+            push(output, config, say)
+        known = _read_result(output)
+        figures = {name: math.nan if value is None else value for name, value in known.items() if name != PUSHED}
+        return Result(output, int(known["steps"]), True, figures)
     sharded = config.parallel == "fsdp2" and processes > 1
     if sharded and config.carry > 1:
         raise ValueError(f"carry is {config.carry} and parallel is fsdp2; expected carry 1 (or 0), or ddp")
@@ -146,8 +153,8 @@ def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say) -> Resu
         _compile(model, config, say)
     if sharded:
         shard(model, args.device)
-    bar, file = ProgressBar(), MetricsFile(output)
-    callbacks: list[Any] = [bar, file, StopInOrder()]
+    bar, file, stop = ProgressBar(), MetricsFile(output), StopInOrder(say if rank == 0 else lambda words: None)
+    callbacks: list[Any] = [bar, file, stop]
     if "tensorboard" in config.trackers:
         board = TensorBoardCallback()
         board.logging_dir = str(output / TENSORBOARD)
@@ -167,6 +174,7 @@ def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say) -> Resu
             trainer.train(resume_from_checkpoint=None if checkpoint is None else str(checkpoint))
     finally:
         bar.close()
+        stop.close()
     finished = trainer.state.global_step >= steps
     metrics: dict[str, float] = {}
     if finished:
@@ -176,9 +184,14 @@ def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say) -> Resu
         metrics |= file.times()
         metrics["parameters"] = sum(p.numel() for p in model.parameters())
         metrics["peak_memory_gib"] = peak_memory(args.device) / 2**30
-        _finish(trainer, output, config, data, metrics, steps)
-    elif rank == 0:
-        say(f"stopped at step {trainer.state.global_step:,} of {steps:,}; --resume goes on.")
+        _finish(trainer, output, config, metrics, steps)
+        if rank == 0:
+            push(output, config, say)
+    else:
+        if rank == 0:
+            say(f"stopped at step {trainer.state.global_step:,} of {steps:,} with a checkpoint; --resume goes on.")
+        if stop.interrupted:
+            raise KeyboardInterrupt
     return Result(output, trainer.state.global_step, finished, metrics)
 
 
@@ -309,8 +322,6 @@ def make_validation_rows(config: TrainConfig, data: Data, together: int) -> Any:
 
 def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
     """Refuses a folder that holds something else, or another run than the one that is to go on."""
-    if output.exists() and not output.is_dir():
-        raise ValueError(f"output is {output}, which is a file; expected a folder")
     if resume and overwrite:
         raise ValueError("--resume and --overwrite are both given; expected one of them")
     is_run = (output / RUN).is_file()
@@ -320,7 +331,7 @@ def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, ov
         difference = config.other_than(output, data.fingerprint)
         if difference is not None:
             raise ValueError(f"{difference}; expected the same")
-    elif output.is_dir() and any(output.iterdir()):
+    elif content(output):
         if not is_run:
             raise ValueError(f"{output} is not empty and holds no run; expected a new or empty folder")
         if not overwrite:
@@ -340,13 +351,12 @@ def last_checkpoint(output: Path) -> Path | None:
 
 def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
     """Makes the folder this run's."""
-    if overwrite and output.is_dir():
+    if overwrite:
         for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD]:
             shutil.rmtree(path, ignore_errors=True)
         for pattern in (METRICS, RESULT, RUN, *MODEL_FILES):
             for path in output.glob(pattern):
                 path.unlink(missing_ok=True)
-    output.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(output / SAVING, ignore_errors=True)
     values = config.to_dict() | {"data_fingerprint": data.fingerprint}
     if not resume:
@@ -356,7 +366,7 @@ def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrit
 def _arguments(
     config: TrainConfig, output: Path, steps: int, size: int, accumulation: int, validates: bool
 ) -> TrainingArguments:
-    on_cpu = config.device == "cpu" or not torch.accelerator.is_available()
+    on_cpu = choose_device(config.device).type == "cpu"
     periodic = validates and config.eval_every > 0
     return TrainingArguments(
         output_dir=str(output),
@@ -444,9 +454,7 @@ def _introduce(
         say(f"the memory is carried through {data.train.documents if data.train else 0:,} documents; {lengths}.")
 
 
-def _finish(
-    trainer: MemoryTrainer, output: Path, config: TrainConfig, data: Data, metrics: dict[str, float], steps: int
-) -> None:
+def _finish(trainer: MemoryTrainer, output: Path, config: TrainConfig, metrics: dict[str, float], steps: int) -> None:
     """Writes the model, its tokenizer and its card into the run's folder: all of them complete, then renamed."""
     temporary = output / SAVING
     shutil.rmtree(temporary, ignore_errors=True) if trainer.args.should_save else None
@@ -457,13 +465,11 @@ def _finish(
             card = model_card(trainer.accelerator.unwrap_model(trainer.model).config, config, metrics, steps)
             (temporary / "README.md").write_text(card, encoding="utf-8")
             for path in sorted(temporary.iterdir(), key=lambda path: path.name == "config.json"):  # the last one counts
-                os.replace(path, output / path.name)
+                sync(path)
+                path.replace(output / path.name)
             temporary.rmdir()
-            figures = metrics | {"steps": steps, "tokens": steps * config.batch_tokens}
-            write_atomically(output / RESULT, json.dumps(figures, indent=2).encode())
+            write_json(output / RESULT, metrics | {"steps": steps, "tokens": steps * config.batch_tokens})
     trainer._wait()
-    if config.push_to_hub is not None and trainer.args.should_save:
-        push(output, config.push_to_hub)
 
 
 def peak_memory(device: torch.device) -> float:
@@ -478,16 +484,30 @@ def peak_memory(device: torch.device) -> float:
     return float(most if sys.platform == "darwin" else most * 1024)
 
 
-def push(folder: Path, name: str) -> None:
-    """Uploads a finished run's model, tokenizer and card to the hub."""
+def push(folder: Path, config: TrainConfig, say: Say) -> None:
+    """Uploads a finished run's model, tokenizer and card to the hub, if that is wanted and was not done yet."""
+    name, result = config.push_to_hub, _read_result(folder)
+    if name is None or result.get(PUSHED) == name:
+        return
     from huggingface_hub import HfApi
 
-    api = HfApi()
-    api.create_repo(name, exist_ok=True)
     # checkpoints are large, and the run's config has the paths of this machine
-    ignored = ["checkpoint-*/*", f"{TENSORBOARD}/*", f"{SAVING}/*", "training_args.bin", RUN]
-    api.upload_folder(repo_id=name, folder_path=str(folder), ignore_patterns=ignored)
+    ignored = ["checkpoint-*/*", f"{TENSORBOARD}/*", f"{SAVING}/*", "training_args.bin", RUN, LOCK]
+    try:
+        api = HfApi()
+        api.create_repo(name, private=config.hub_private, exist_ok=True)
+        api.upload_folder(repo_id=name, folder_path=str(folder), ignore_patterns=ignored)
+    except Exception as error:  # no such owner, no token, no network: each its own class
+        raise OSError(
+            f"the run in {folder} is complete, but was not pushed to {name}: {sentence(error)}; --resume tries again."
+        ) from error
+    write_json(folder / RESULT, result | {PUSHED: name})
+    say(f"pushed to {name}.")
 
 
-def _to_stderr(sentence: str) -> None:
-    print(f"titans: {sentence}", file=sys.stderr)
+def _read_result(folder: Path) -> dict[str, Any]:
+    return dict(json.loads((folder / RESULT).read_text(encoding="utf-8")))
+
+
+def _to_stderr(words: str) -> None:
+    print(f"titans: {words}", file=sys.stderr)

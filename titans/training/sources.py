@@ -23,7 +23,8 @@ from typing import Any, BinaryIO, NamedTuple, Protocol, cast
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from titans.models.tokenizer import may_be_on_hub, quiet_logger
+from titans.files import may_be_on_hub, not_there
+from titans.models.tokenizer import quiet_logger
 
 MIN_BYTES = 64
 SHARD_BYTES = 8 << 20
@@ -455,7 +456,7 @@ def _find(name: str, reading: Reading, without: Path | None) -> list[Source]:
     if name and path.exists():
         raise ValueError(f"{name} is neither a file nor a folder; expected one of them.")
     if not may_be_on_hub(name, r"[\w.-]+/[\w.-]+(:[^/]+)?") or name.lower().endswith(FOLDER_SUFFIXES):
-        raise ValueError(f"'{name}' is not there; expected a file, a folder, or a dataset of the hub, hf://owner/name.")
+        raise ValueError(f"{not_there(name or repr(name))}; expected a file, a folder, or hf://OWNER/NAME on the hub.")
     return [load_hub_dataset(name, reading)]
 
 

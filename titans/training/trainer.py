@@ -27,6 +27,7 @@ from torch.utils.data import SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
+from titans.files import sync
 from titans.layers.record import memories_of, record_memory, summarise
 from titans.models import TitansCache
 from titans.tasks import IGNORED
@@ -268,10 +269,12 @@ class MemoryTrainer(Trainer):
                 self._saving = False
             self._wait()
             if self.args.should_save:
-                _sync(temporary)
+                for path in [*temporary.rglob("*"), temporary]:  # on disk before its name says that it is complete
+                    sync(path)
                 if target.exists():  # a run that went back to an older checkpoint comes here again
                     os.replace(target, output / SAVING / "older")
                 os.replace(temporary, target)
+                sync(output)
                 shutil.rmtree(output / SAVING, ignore_errors=True)
                 rotate_checkpoints(output_dir=str(output), save_total_limit=self.args.save_total_limit)
             self._wait()
@@ -395,13 +398,3 @@ def writing(what: str, folder: Path) -> Iterator[None]:
             raise
         reason = " ".join(str(error).split())
         raise OSError(f"{what} could not be written to {folder}: {reason}; what was there before stays") from error
-
-
-def _sync(folder: Path) -> None:
-    """Makes sure that a folder's files are on the disk before its name says that they are."""
-    for path in [*folder.rglob("*"), folder]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
