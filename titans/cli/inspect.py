@@ -1,4 +1,4 @@
-"""`titans inspect`: what the memory of a model does along a text, as a page to look at."""
+"""`titans inspect`: what the memory of a model does along a text, as an HTML page."""
 
 from __future__ import annotations
 
@@ -15,17 +15,20 @@ from titans.cli.common import bar, check_output, require
 
 def inspect(
     model: Annotated[
-        str, typer.Argument(help="A folder with a saved model; for a new, random one: a config file or a variant.")
+        str, typer.Argument(help="A folder with a saved model, or, for random weights, a config file or a variant.")
     ],
     text: Annotated[str | None, typer.Argument(help="The text to read.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the text from here; - is standard input.")] = None,
-    out: Annotated[Path, typer.Option(help="Write the page here.")] = Path("inspect.html"),
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the numbers here too.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Read no more tokens than this.")] = 20_000,
-    piece: Annotated[int | None, typer.Option(min=1, help="Tokens between two norms; default: by length.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of random weights.")] = 0,
+    file: Annotated[Path | None, typer.Option(help="Read the text from this file; - is standard input.")] = None,
+    out: Annotated[Path, typer.Option(help="Write the page to this file.")] = Path("inspect.html"),
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the numbers to this file.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Read at most this many tokens.")] = 20_000,
+    piece: Annotated[
+        int | None,
+        typer.Option(min=1, help="Tokens from one norm to the next; chosen by length if not given."),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of random weights.")] = 0,
 ) -> None:
-    """Show surprise, gates and norms of a model's memory along a text, and its attention mask, as one HTML page."""
+    """Write an HTML page with the surprise, gates and norms of a model's memory along a text, and its attention."""
     data = _read(text, file)
     check_output(out)
     if json_path is not None:

@@ -19,12 +19,12 @@ from titans.ops.attention import segment_visible, window_visible
 from titans.words import sentence
 
 BYTES = 256  # the vocabulary of a model that reads bytes
-PIECE = 256  # tokens of a call at most: what the model needs does not grow with the text
-POINTS = 120  # stations along a text at which norms are taken, at least, if it has as many tokens
+PIECE = 256  # most tokens of one call, so that memory use does not grow with the text
+POINTS = 120  # fewest stations along a text at which norms are taken, if it has that many tokens
 FRESH_SIZE = "1m"  # of the model that a variant's name stands for
-# what a cell of a mask's picture says of a query and a key
+# what a cell of a mask's picture says about a query and a key
 HIDDEN, SEEN, REMEMBERED = range(3)
-PICTURE_TOKENS, PICTURE_SPAN, PICTURE_PERSISTENT = 24, 8, 4  # lengths in the picture, where the model's are longer
+PICTURE_TOKENS, PICTURE_SPAN, PICTURE_PERSISTENT = 24, 8, 4  # largest lengths in the picture
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Token:
     Attributes:
         id: its number in the vocabulary.
         text: the part of the text that it stands for; empty for the second and later bytes of a character.
-        name: what it is called where its text does not tell, "byte 0xc3"; empty otherwise.
+        name: what it is called where its text does not say, such as "byte 0xc3"; empty otherwise.
     """
 
     id: int
@@ -51,7 +51,7 @@ class GateTrace:
     high: list[float] = field(default_factory=list)
 
     def extend(self, values: Tensor) -> None:
-        """Goes on with values (heads, time)."""
+        """Append values (heads, time)."""
         self.mean.extend(values.mean(0).tolist())
         self.low.extend(values.amin(0).tolist())
         self.high.extend(values.amax(0).tolist())
@@ -59,14 +59,14 @@ class GateTrace:
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """What one memory did. Norms are of the whole memory, all its heads and layers together.
+    """What one memory did. Norms are those of the whole memory, all its heads and layers together.
 
     Attributes:
         gradient_norm: the surprise of each token, ||grad l||, before it was written.
         loss: l(M; k, v) of each token, summed over the heads.
-        gates: theta, alpha and eta at each token; those that the memory does not have are missing.
+        gates: theta, alpha and eta at each token, where the memory has them.
         weights: ||M|| at the stations of :attr:`Inspection.stations`.
-        moved: ||M - M_0|| there: how far the memory has come from its learned start.
+        moved: ||M - M_0|| there: how far the memory has moved from its learned start.
         momentum: ||S|| there; None without momentum.
     """
 
@@ -84,7 +84,7 @@ class MaskPicture:
 
     Attributes:
         groups: name and number of the keys, from left to right.
-        cells: a row for each token: HIDDEN, SEEN by attention, or REMEMBERED, reached only through the memory.
+        cells: one row per token: HIDDEN, SEEN by attention, or REMEMBERED, reached only through the memory.
         note: what was shortened for the picture; empty if nothing was.
     """
 
@@ -95,13 +95,13 @@ class MaskPicture:
 
 @dataclass(frozen=True)
 class Inspection:
-    """All of it.
+    """What a model did along a text.
 
     Attributes:
         tokens: the text.
         prediction: -log p of each token given those before it, in nats; None for the first.
         stations: after how many tokens the norms were taken.
-        layers: one trace a layer.
+        layers: one trace per layer.
         mask: who sees whom.
     """
 
@@ -119,12 +119,12 @@ def inspect_tokens(
     piece: int | None = None,
     on_piece: Callable[[int], None] | None = None,
 ) -> Inspection:
-    """Lets ``model`` read ``tokens`` piece by piece, and notes what its memories do.
+    """Let ``model`` read ``tokens`` piece by piece, and record what its memories do.
 
     Args:
-        piece: tokens between two stations; None: such that a text has at least ``POINTS`` of them, or as many as
-            tokens, but never more than ``PIECE``.
-        on_piece: told how many tokens have been read.
+        piece: tokens between two stations, at most ``PIECE``; None: so few that there are ``POINTS`` stations, if the
+            text has that many tokens.
+        on_piece: called with the number of tokens read so far.
     """
     if not tokens:
         raise ValueError("the text is empty; expected at least one token")
@@ -132,7 +132,7 @@ def inspect_tokens(
         raise ValueError(f"piece is {piece}; expected a whole number of at least 1")
     memories = memories_of(model)
     if not memories:
-        raise ValueError("the model has no memory (use_memory is False); there is nothing to inspect")
+        raise ValueError("the model has no memory: use_memory is False; expected a model with a memory to inspect")
     piece = piece or max(1, min(PIECE, len(tokens) // POINTS))
     layers = [
         LayerTrace([], [], {name: GateTrace() for name in GATES}, [], [], [] if memory.momentum else None)
@@ -172,7 +172,7 @@ def inspect_tokens(
 
 
 def _note(memory: NeuralMemory, record: MemoryRecord, layer: LayerTrace, count: int) -> None:
-    """Adds the last ``count`` tokens of a record: those before them were the persistent ones."""
+    """Add the last ``count`` tokens of a record; those before them are persistent tokens."""
     norm = torch.cat([surprise.gradient_norm[0] for surprise in record.surprise], dim=-1)[:, -count:]
     loss = torch.cat([surprise.loss[0] for surprise in record.surprise], dim=-1)[:, -count:]
     layer.gradient_norm.extend(norm.square().sum(0).sqrt().tolist())
@@ -192,7 +192,7 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 
 
 def picture_mask(config: TitansConfig) -> MaskPicture:
-    """Who sees whom in a layer of a model, over a few tokens, with its window or segment cut to a few as well."""
+    """Who sees whom in a layer of a model, over a few tokens, with its window or segment cut short."""
     time = PICTURE_TOKENS
     attends = config.use_attention and config.variant != "lmm"
     prefix = min(config.num_persistent_tokens, PICTURE_PERSISTENT)
@@ -292,7 +292,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def tokenize_bytes(data: bytes) -> list[Token]:
-    """One token a byte. The first of a character's carries it; bytes that are not UTF-8 stand for themselves."""
+    """One token per byte. The first byte of a character carries it; bytes that are not UTF-8 stand for themselves."""
     tokens = []
     for character in data.decode("utf-8", errors="surrogateescape"):
         own = character.encode("utf-8", errors="surrogateescape")
@@ -308,14 +308,14 @@ def tokenize_bytes(data: bytes) -> list[Token]:
 
 
 def tokenize(tokenizer: Any, data: bytes) -> list[Token]:
-    """The tokens that a tokenizer of transformers makes of a text; but for special ones, their texts make up the text.
+    """The tokens that a tokenizer of transformers makes of a text; without the special ones, their texts are the text.
 
-    A tokenizer that does not know where its tokens stand shows each as it decodes it.
+    A tokenizer that does not know the places of its tokens shows each as it decodes it.
     """
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(f"the text is not UTF-8 at byte {error.start}; the model's tokenizer takes text") from None
+        raise ValueError(f"the text is not UTF-8 at byte {error.start}; expected text for the tokenizer") from None
     if not tokenizer.is_fast:
         return [Token(number, tokenizer.decode([number])) for number in tokenizer(text)["input_ids"]]
     encoded = tokenizer(text, return_offsets_mapping=True)

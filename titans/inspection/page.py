@@ -1,18 +1,16 @@
-"""The page that `titans inspect` writes: one HTML file with everything in it, which fetches nothing."""
+"""The page that `titans inspect` writes: one HTML file that fetches nothing."""
 
 from __future__ import annotations
 
-import html
-import json
 import math
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import asdict
-from importlib.resources import files
 from typing import Any
 
 from titans.inspection.inspect import HIDDEN, REMEMBERED, SEEN, Inspection, MaskPicture, Subject
 from titans.models import TitansConfig
+from titans.report.page import render
 
 NAMES = {
     "lmm": "LMM, memory alone",
@@ -21,36 +19,25 @@ NAMES = {
     "mal": "MAL, memory as a layer",
 }
 VISIBLE = {"\n": "↵\n", "\t": "⇥\t", "\r": "␍"}
-JOINERS = "\u200c\u200d"  # shape the letters around them, and are harmless
-CELL = 10  # pixels of a cell of the mask's picture
-LETTER = 6  # pixels of a letter beside it
+JOINERS = "\u200c\u200d"  # they shape the letters around them, and are harmless
+CELL = 10  # width of a cell in the mask's picture
+LETTER = 6  # width of a letter there
 
 
 def render_page(inspection: Inspection, subject: Subject, total: int) -> str:
-    """The page, for a text that had ``total`` tokens, of which the inspection may hold only the first."""
-    config = subject.model.config
+    """The page, for a text of ``total`` tokens, of which the inspection may hold only the first."""
     count = len(inspection.tokens)
-    title = f"{subject.source} · titans inspect"
-    parts = {
-        "TITLE": html.escape(title),
-        "SOURCE": html.escape(subject.source),
-        "FACTS": "".join(f"<li>{html.escape(fact)}</li>" for fact in _facts(subject)),
-        "READ": html.escape(f"{count:,} tokens" if count == total else f"the first {count:,} of {total:,} tokens"),
-        "FRESH": _FRESH if subject.fresh else "",
-        "MASK": draw_mask(inspection.mask),
-        "MASK_WORDS": html.escape(_mask_words(config, inspection.mask)),
-        "DATA": _embed(to_json(inspection)),
-    }
-    page = files("titans.inspection").joinpath("page.html").read_text(encoding="utf-8")
-    # one pass over the template, so that a text that looks like a placeholder stays a text
-    pieces = page.split("{{")
-    return pieces[0] + "".join(parts[name] + rest for name, rest in (piece.split("}}", 1) for piece in pieces[1:]))
-
-
-_FRESH = (
-    '<p class="notice"><b>Random weights.</b> This model was made from a config and has never been trained: '
-    "the page shows how its memory works, not what a trained one does.</p>"
-)
+    return render(
+        "inspection/page.html",
+        title=f"{subject.source} · titans inspect",
+        source=subject.source,
+        read=f"{count:,} tokens" if count == total else f"the first {count:,} of {total:,} tokens",
+        facts=_facts(subject),
+        fresh=subject.fresh,
+        mask=draw_mask(inspection.mask),
+        mask_words=_mask_words(subject.model.config, inspection.mask),
+        data=to_json(inspection),
+    )
 
 
 def to_json(inspection: Inspection) -> dict[str, Any]:
@@ -83,11 +70,6 @@ def _round(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_round(item) for item in value]
     return value
-
-
-def _embed(data: Any) -> str:
-    """JSON that may stand inside a script element: nothing in it can end the element."""
-    return json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
 
 
 def _facts(subject: Subject) -> Sequence[str]:
@@ -123,22 +105,17 @@ def _mask_words(config: TitansConfig, mask: MaskPicture) -> str:
     return f"{words} Drawn with {mask.note}." if mask.note else words
 
 
-def draw_mask(mask: MaskPicture) -> str:
-    """The picture as SVG: a row for each token, a column for each key."""
+def draw_mask(mask: MaskPicture) -> dict[str, Any]:
+    """What an SVG of the mask is made of, one row per token and one column per key: sizes, labels and paths."""
     left, top, gap = 2, 22, 14
     kinds = {HIDDEN: "hidden", SEEN: "seen", REMEMBERED: "remembered"}
-    boxes: dict[int, list[str]] = {kind: [] for kind in kinds}
+    paths = dict.fromkeys(kinds.values(), "")
     labels = []
     first, x = 0, left
     for name, size in mask.groups:
-        labels.append(f'<text x="{x}" y="14">{html.escape(name)}</text>')
+        labels.append((x, name))
         for row, cells in enumerate(mask.cells):
             for place, kind in enumerate(cells[first : first + size]):
-                boxes[kind].append(f"M{x + place * CELL} {top + row * CELL}h{CELL - 1}v{CELL - 1}h-{CELL - 1}z")
+                paths[kinds[kind]] += f"M{x + place * CELL} {top + row * CELL}h{CELL - 1}v{CELL - 1}h-{CELL - 1}z"
         first, x = first + size, x + max(size * CELL, LETTER * len(name)) + gap
-    width, height = x - gap, top + len(mask.cells) * CELL
-    drawn = "".join(f'<path class="{kinds[kind]}" d="{"".join(paths)}"/>' for kind, paths in boxes.items() if paths)
-    return (
-        f'<svg class="mask" viewBox="0 0 {width} {height}" style="max-width:{1.25 * width:g}px" role="img" '
-        f'aria-label="Attention mask: one row a token, one column a key">{"".join(labels)}{drawn}</svg>'
-    )
+    return {"width": x - gap, "height": top + len(mask.cells) * CELL, "labels": labels, "paths": paths}

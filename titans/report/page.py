@@ -113,6 +113,7 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
     environment.filters |= {"kinds": column_kinds, "turns": turns, "size": png_size, "base64": _base64}
     return environment
 
