@@ -32,6 +32,7 @@ from titans.experiments.demo import (
 )
 from titans.experiments.memory_tests import AGAIN, CHANGED, NEW
 from titans.experiments.runs import check_jobs
+from titans.files import locked
 from titans.report.page import render_page
 
 PICTURES = ["needle-memory-off.png", "needle-with-memory.png", "recall.png", "speed.png", "surprise.png"]
@@ -209,6 +210,14 @@ def test_wrong_arguments_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
 def test_the_command_has_the_same_seeds() -> None:
     assert inspect.signature(command).parameters["seed"].default == list(SEEDS)
+
+
+def test_two_demonstrations_do_not_share_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(tmp_path, "titans demo"), pytest.raises(SystemExit) as end:
+        main(["demo", "--quick", "--out-dir", str(tmp_path)])
+    assert end.value.code == 2
+    assert "is in use by another process (titans demo, " in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_package_that_is_missing_is_named_before_the_work(
