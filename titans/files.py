@@ -135,7 +135,7 @@ def not_there(name: str) -> str:
     """Words for a path that does not exist, with the name beside it that is most like it."""
     path = Path(name).expanduser()
     there = [each.name for each in content(path.parent)] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, there, n=1)
+    close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
     return f"{name} is not there" + (f" (did you mean {path.parent / close[0]}?)" if close else "")
 
 
