@@ -1,18 +1,31 @@
-"""The formula for a training step's operations is what PyTorch counts, and a plan is arithmetic on it."""
+"""The formula for the operations of a memory and of a training step is what PyTorch counts."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from titans import TitansConfig, TitansForCausalLM
-from titans.bench.flops import GPUS, Flops, counted_flops, flops_report, training_flops
-from titans.cli import main
+from titans import NeuralMemory, TitansConfig, TitansForCausalLM
+from titans.bench.flops import (
+    GPUS,
+    Flops,
+    FlopsSettings,
+    MemoryShape,
+    counted_flops,
+    figures,
+    flops_report,
+    memory_flops,
+    rule_flops,
+    sections,
+    training_flops,
+)
+from titans.bench.memory import BOTH, CONTENDERS, FORWARD, MemoryBenchmarkSettings, needed_flops, run_pass
 from titans.ops.native.library import library
 
 TINY: dict[str, Any] = {
@@ -39,13 +52,54 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.cache_clear()
 
 
+def count(memory: NeuralMemory, time: int, batch: int) -> tuple[int, int]:
+    """What PyTorch counts for the forward and for the backward pass of a memory."""
+    x = torch.randn(batch, time, memory.dim, requires_grad=True)
+    with FlopCounterMode(display=False) as counter:
+        y = memory(x)[0]
+        forward = counter.get_total_flops()
+        y.square().mean().backward()
+    return forward, counter.get_total_flops() - forward
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("time", [64, 60, 256])
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("momentum", [True, False])
+@pytest.mark.parametrize("forget_to", ["start", "zero"])
+def test_the_formula_for_a_memory_is_what_is_counted(forget_to: str, momentum: bool, depth: int, time: int) -> None:
+    memory = NeuralMemory(
+        64, heads=2, depth=depth, chunk_size=16, mode="chunked", forget_to=forget_to, momentum=momentum
+    )
+    shape = MemoryShape(64, 2, (32,) * (depth + 1), 16, gates=2 + momentum, momentum=momentum, forget_to=forget_to)
+    whole = sum(memory_flops(shape, time, batch=3).values(), Flops())
+    assert (whole.forward, whole.backward + whole.recomputed) == count(memory, time, batch=3)
+
+
+def test_forgetting_to_the_start_takes_one_more_product_with_the_weights() -> None:
+    shape = MemoryShape(64, 2, (32, 48, 32), 16)
+    start, zero = (rule_flops(replace(shape, forget_to=to), 64) for to in ("start", "zero"))
+    assert start.forward - zero.forward == 2 * 2 * 64 * (32 * 48 + 48 * 32)  # heads, tokens, weights
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("name", ["chunked", "chunked-op"])
+@pytest.mark.parametrize("which", [FORWARD, BOTH])
+def test_the_benchmark_of_the_memory_uses_the_formula(name: str, which: str) -> None:
+    settings = MemoryBenchmarkSettings(dim=64, heads=2, chunk_size=16)
+    subject = CONTENDERS[name].build(settings)
+    with FlopCounterMode(display=False) as counter:
+        run_pass(subject, subject.make_inputs(64), which)
+    assert needed_flops(name, settings, 64, which) == counter.get_total_flops()
+
+
 @pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
 def test_the_formula_is_what_is_counted(variant: str) -> None:
     config = TitansConfig(**TINY, variant=variant)
     counted = counted_flops(TitansForCausalLM(config), torch.randint(50, (1, 64)))
     whole = sum(training_flops(config, 64).values(), Flops())
-    assert (whole.forward, whole.backward) == counted and whole.again == 0
+    assert (whole.forward, whole.backward) == counted and whole.recomputed == 0
 
 
 @pytest.mark.usefixtures("plain")
@@ -76,7 +130,7 @@ def test_the_formula_is_what_is_counted_for_any_memory(variant: str, fields: dic
     ids = torch.randint(config.vocab_size, (batch, length))
     counted = counted_flops(TitansForCausalLM(config), ids, checkpointing)
     whole = sum(training_flops(config, length, batch, checkpointing).values(), Flops())
-    assert (whole.forward, whole.backward + whole.again) == counted
+    assert (whole.forward, whole.backward + whole.recomputed) == counted
 
 
 @pytest.mark.usefixtures("plain")
@@ -97,7 +151,7 @@ def test_the_formula_is_what_is_counted_for_a_layer_of_760m_parameters() -> None
     config = TitansConfig(**{**own, **fields})
     counted = counted_flops(TitansForCausalLM(config), torch.randint(50, (1, 1024)), checkpointing=True)
     whole = sum(training_flops(config, 1024, checkpointing=True).values(), Flops())
-    assert (whole.forward, whole.backward + whole.again) == counted
+    assert (whole.forward, whole.backward + whole.recomputed) == counted
 
 
 def test_the_page_of_training_quotes_the_formula() -> None:
@@ -106,7 +160,7 @@ def test_the_page_of_training_quotes_the_formula() -> None:
     own = TitansConfig.from_json_file(root / "configs" / "mac-760m.json").to_dict() | {"memory_mode": "chunked"}
     parts = training_flops(TitansConfig(**own), 4096, 4, checkpointing=True)
     for flops in parts.values():
-        row = [f"{value / 4 / 4096 / 1e6:,.1f}" for value in (flops.forward, flops.backward, flops.again)]
+        row = [f"{value / 4 / 4096 / 1e6:,.1f}" for value in (flops.forward, flops.backward, flops.recomputed)]
         assert f"| {' | '.join(row)} |".replace("| 0.0 |", "| 0 |") in page
     executed = sum(flops.total for flops in parts.values()) / 4 / 4096
     assert f"**{executed / 1e9:.2f} GFLOP a token**" in page and f"{30e9 * executed:.3g}".replace("e+", "e") in page
@@ -136,7 +190,7 @@ def test_what_the_formula_does_not_cover_is_refused(fields: dict[str, Any], word
 
 
 def test_a_plan_is_the_operations_over_the_peak() -> None:
-    report = flops_report("mac", "10m", 1024, tokens=1e9)
+    report = flops_report(FlopsSettings("mac", "10m", 1024, tokens=1e9))
     a100 = GPUS[0]
     plan = next(p for p in report["plans"] if p["gpu"] == "A100" and p["share"] == 0.4 and p["memory"] == "float32")
     rest = report["executed"] - report["float32"]
@@ -147,29 +201,26 @@ def test_a_plan_is_the_operations_over_the_peak() -> None:
     assert report["needed"][0] == {"days": 3, "gpus": 8, "tokens_per_second": 1e9 / (3 * 86400 * 8)}
 
 
-def test_the_command_prints_tables_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "flops.json"
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", "flops", "--model", "mag", "--size", "1m", "--length", "512", "--json", str(file)])
-    assert caught.value.code == 0
-    report = json.loads(file.read_text())
-    said = capsys.readouterr().out
-    assert f"{report['executed'] / 1e9:.3f} GFLOP a token are run" in said
-    assert all(part in said for part in report["parts"])
+def test_the_page_has_every_part_and_every_plan() -> None:
+    report = flops_report(FlopsSettings("mag", "1m", 512))
+    operations, plans, settings = sections(report)
+    assert f"{report['executed'] / 1e9:.3f} GFLOP per token are executed" in operations.paragraphs[0]
+    assert [row[0] for row in operations.tables[0].rows] == list(report["parts"])
+    assert len(plans.tables[0].rows) == len(report["plans"])
+    assert ["length", "512"] in settings.tables[0].rows
+    assert figures(report)[0].png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("fields", "words"),
     [
-        (["--length", "100", "--size", "1m"], "length is 100; expected a multiple of the segment, 64"),
-        (["--model", "mamba2"], "model is 'mamba2'; the formula is for lmm, mac, mag, mal, sliding-window"),
-        (["--size", "3b"], "size is '3b'; expected one of"),
-        (["--tokens", "0"], "tokens is 0.0; expected a positive number"),
-        (["--batch", "0", "--size", "1m"], "batch is 0; expected at least 1"),
+        ({"length": 100, "size": "1m"}, "length is 100; expected a multiple of the segment, 64"),
+        ({"model": "mamba2"}, "model is 'mamba2'; the formula is for lmm, mac, mag, mal, sliding-window"),
+        ({"size": "3b"}, "size is '3b'; expected one of"),
+        ({"tokens": 0}, "tokens is 0; expected a positive number"),
+        ({"batch": 0}, "batch is 0; expected at least 1"),
     ],
 )
-def test_a_wrong_argument_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        main(["bench", "flops", *arguments])
-    assert caught.value.code == 2
-    assert words in capsys.readouterr().err
+def test_a_wrong_setting_is_one_sentence(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        flops_report(FlopsSettings(**fields))

@@ -1,36 +1,27 @@
 import dataclasses
-import io
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from titans.bench import memory as memory_benchmark
 from titans.bench.memory import (
     BOTH,
     CONTENDERS,
     FORWARD,
-    BenchmarkSettings,
     Contender,
+    MemoryBenchmarkSettings,
     Subject,
     choose_contenders,
-    chunked_flops,
+    figures,
     measure_peak_memory,
-    print_report,
-    projection_flops,
     run_memory_benchmark,
-    run_pass,
-    write_plot,
+    sections,
 )
-from titans.bench.timing import write_json
 
-TINY = BenchmarkSettings(
-    dim=16, heads=2, chunk_size=8, lengths=(16, 24, 40), repeats=3, memory=False, gemm_size=16,
+TINY = MemoryBenchmarkSettings(
+    dim=16, heads=2, chunk_size=8, lengths=(16, 24, 40), repeats=3, peak_memory=False, gemm_size=16,
     recurrent_max_length=24, reference_max_length=24, only=("chunked", "exact", "recurrent", "chunked-op"),
 )  # fmt: skip
 
@@ -38,57 +29,6 @@ TINY = BenchmarkSettings(
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     return run_memory_benchmark(TINY)
-
-
-def test_flops_of_one_square_chunk_are_the_documented_sixteen_units() -> None:
-    # keys 2 + 1, updates 2 x 2, reads 2 x (2 + 1 + 1), coefficients 1, in units of 2 b d^2 with b = d.
-    assert chunked_flops(batch=1, heads=1, time=64, widths=(64,) * 3, chunk_size=64) == 16 * 2 * 64**3
-
-
-def test_flops_without_momentum_need_neither_the_second_carry_nor_the_coefficients() -> None:
-    count = chunked_flops(batch=1, heads=1, time=64, widths=(64,) * 3, chunk_size=64, momentum=False)
-    assert count == (3 + 2 + 6) * 2 * 64**3
-
-
-def test_flops_are_parametric_in_widths_and_count_the_last_chunk_by_its_tokens() -> None:
-    def by_hand(b: int) -> int:
-        first = 2 * b * 3 * 5 * (1 + 2 + 2) + 2 * b * b * (3 + 5)
-        second = 2 * b * 5 * 2 * (2 + 2 + 2) + 2 * b * b * (5 + 2)
-        return first + second + 2 * b**3
-
-    count = chunked_flops(batch=2, heads=3, time=21, widths=(3, 5, 2), chunk_size=8)
-    assert count == 2 * 3 * (2 * by_hand(8) + by_hand(5))
-
-
-def test_flops_agree_with_the_products_that_the_op_really_does(only_pytorch: None) -> None:
-    settings = BenchmarkSettings(dim=64, heads=2, chunk_size=16)
-    subject = CONTENDERS["chunked-op"].build(settings)
-    with FlopCounterMode(display=False) as counter:
-        run_pass(subject, subject.make_inputs(64), FORWARD)
-    needed = chunked_flops(batch=1, heads=2, time=64, widths=settings.widths, chunk_size=16)
-    assert 0.9 < counter.get_total_flops() / needed < 1.1
-
-
-def test_flops_of_the_module_agree_with_its_products(only_pytorch: None) -> None:
-    settings = BenchmarkSettings(dim=64, heads=2, chunk_size=16)
-    subject = CONTENDERS["chunked"].build(settings)
-    assert subject.module is not None
-    with FlopCounterMode(display=False) as counter:
-        run_pass(subject, subject.make_inputs(64), FORWARD)
-    needed = chunked_flops(
-        batch=1, heads=2, time=64, widths=settings.widths, chunk_size=16, bounded=True
-    ) + projection_flops(subject.module, batch=1, time=64)
-    assert 0.9 < counter.get_total_flops() / needed < 1.1
-
-
-def test_projection_flops_count_every_weight_once_a_token() -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(4, 6)
-            self.conv = nn.Parameter(torch.zeros(4, 6))
-
-    assert projection_flops(Part(), batch=2, time=10) == 2 * 10 * (2 * 4 * 6 + 2 * 4 * 6)
 
 
 def test_peak_memory_is_measured_in_a_fresh_process() -> None:
@@ -103,25 +43,25 @@ def test_a_process_that_fails_is_an_answer_and_not_a_crash() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"dim": 0}, "dim must be at least 1, got 0"),
-        ({"heads": 3}, "dim must be divisible by heads, got dim 256 and heads 3"),
-        ({"depth": -1}, "depth must be at least 1"),
-        ({"repeats": 0}, "repeats must be at least 1"),
-        ({"threads": 0}, "threads must be at least 1"),
-        ({"lengths": ()}, "lengths must name at least one"),
-        ({"lengths": (64, 0)}, "lengths must be at least 1, got 0"),
-        ({"lengths": (64, 64)}, "lengths must differ"),
-        ({"only": ("chunky",)}, "only must name contenders among chunked, exact, .* got chunky"),
+        ({"dim": 0}, "dim is 0; expected at least 1"),
+        ({"heads": 3}, "dim is 256 and heads is 3; expected heads to divide dim"),
+        ({"depth": -1}, "depth is -1; expected at least 1"),
+        ({"repeats": 0}, "repeats is 0; expected at least 1"),
+        ({"threads": 0}, "threads is 0; expected at least 1"),
+        ({"lengths": ()}, "lengths is empty; expected at least one"),
+        ({"lengths": (64, 0)}, "lengths has 0; expected at least 1"),
+        ({"lengths": (64, 64)}, "lengths is 64, 64; expected each number once"),
+        ({"only": ("chunky",)}, r"only has 'chunky': did you mean chunked\?"),
     ],
 )
 def test_a_wrong_setting_is_named_in_one_sentence(change: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        BenchmarkSettings(**change)
+        MemoryBenchmarkSettings(**change)
 
 
 def test_without_titans_pytorch_our_part_runs_and_a_sentence_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_benchmark, "reference_version", lambda: None)
-    chosen, notices = choose_contenders(BenchmarkSettings())
+    chosen, notices = choose_contenders(MemoryBenchmarkSettings())
     assert [c.name for c in chosen] == ["chunked", "exact", "recurrent", "chunked-op"]
     assert len(notices) == 1
     assert "titans-pytorch is not installed" in notices[0]
@@ -130,24 +70,24 @@ def test_without_titans_pytorch_our_part_runs_and_a_sentence_says_so(monkeypatch
 def test_asking_only_for_what_is_not_installed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_benchmark, "reference_version", lambda: None)
     with pytest.raises(ValueError, match="needs titans-pytorch"):
-        choose_contenders(BenchmarkSettings(only=("titans-pytorch",)))
+        choose_contenders(MemoryBenchmarkSettings(only=("titans-pytorch",)))
 
 
 def test_another_version_of_titans_pytorch_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_benchmark, "reference_version", lambda: "9.9")
-    assert "titans-pytorch is at 9.9" in choose_contenders(BenchmarkSettings())[1][0]
+    assert "titans-pytorch is at 9.9" in choose_contenders(MemoryBenchmarkSettings())[1][0]
 
 
-def test_lengths_that_leave_nobody_to_run_are_an_error() -> None:
-    with pytest.raises(ValueError, match="leave no contender"):
-        choose_contenders(BenchmarkSettings(only=("recurrent",), lengths=(4096,)))
+def test_lengths_that_leave_no_contender_are_an_error() -> None:
+    with pytest.raises(ValueError, match="lengths is 4096; expected one within the maximum of a chosen contender"):
+        choose_contenders(MemoryBenchmarkSettings(only=("recurrent",), lengths=(4096,)))
 
 
 def test_the_report_is_plain_json_and_has_every_field(report: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(report, allow_nan=False))["schema"] == memory_benchmark.SCHEMA
+    assert json.loads(json.dumps(report, allow_nan=False))["name"] == "memory"
     assert set(report) == {
-        "benchmark", "schema", "machine", "versions", "settings", "contenders", "gemm", "results", "ratios",
-        "scaling", "notices",
+        "name", "date", "version", "machine", "reference_version", "settings", "contenders", "gemm", "results",
+        "ratios", "scaling", "notices",
     }  # fmt: skip
     assert {"cpu", "threads", "torch", "python", "load_average_at_start"} <= set(report["machine"])
     assert report["gemm"]["flops_per_second"] > 0
@@ -206,7 +146,7 @@ def test_titans_pytorch_runs_beside_ours_and_gives_ratios() -> None:
 
 
 def test_a_contender_that_gives_nan_is_named_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(settings: BenchmarkSettings) -> Subject:
+    def build(settings: MemoryBenchmarkSettings) -> Subject:
         return Subject(lambda n: (torch.ones(n, requires_grad=True),), lambda x: x * float("nan"))
 
     monkeypatch.setitem(CONTENDERS, "exact", Contender("exact", "titan-memory", "broken", build))
@@ -254,7 +194,8 @@ def _long_report(report: dict[str, Any]) -> dict[str, Any]:
         for name in CONTENDERS for which in (FORWARD, BOTH)
     ]  # fmt: skip
     return report | {
-        "settings": report["settings"] | {"memory": True},
+        "settings": report["settings"] | {"peak_memory": True, "lengths": [512, 8192, 32768]},
+        "contenders": [report["contenders"][0] | {"name": name} for name in CONTENDERS],
         "results": results,
         "ratios": [
             {"contender": r["contender"], "against": against, "length": r["length"], "pass": r["pass"],
@@ -265,19 +206,18 @@ def _long_report(report: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_the_tables_fit_eighty_columns_and_cut_nothing(report: dict[str, Any]) -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_report(_long_report(report), console)
-    text = console.export_text()
-    assert "…" not in text
-    for words in (*CONTENDERS, "123x / 123x", "0.01x / 0.01x", "12345 ", "more"):
-        assert words in text
+def test_the_page_has_times_memory_and_scaling_of_every_contender(report: dict[str, Any]) -> None:
+    long = _long_report(report)
+    speed, memory, scaling, about = sections(long)
+    for table in (*speed.tables, memory.tables[0], scaling.tables[0]):
+        assert {row[0] for row in table.rows} == set(CONTENDERS)
+        assert all(len(row) == len(table.header) for row in table.rows)
+    assert speed.tables[0].rows[0] == ["chunked", "512", "83.21 s", "183.20 s", "123,457", "123x / 123x"]
+    assert memory.tables[0].rows[-1][-2:] == ["12345", "0.01x / 0.01x"]
+    assert scaling.tables[0].rows[0][1:] == ["forward", "12.3%", "1.00x of 512", "472.7", "superlinear"]
+    assert [row[0] for row in about.tables[1].rows] == list(CONTENDERS)
+    assert all(figure.png.startswith(b"\x89PNG") for figure in figures(long))
 
 
-def test_json_and_plot_are_written(report: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_json(report, tmp_path / "new" / "memory.json")
-    write_plot(report, tmp_path / "new" / "memory.png")
-    assert json.loads((tmp_path / "new" / "memory.json").read_text()) == json.loads(json.dumps(report))
-    assert (tmp_path / "new" / "memory.png").read_bytes().startswith(b"\x89PNG")
-    assert sorted(p.name for p in (tmp_path / "new").iterdir()) == ["memory.json", "memory.png"]
+def test_without_peak_memory_the_page_has_no_table_of_it(report: dict[str, Any]) -> None:
+    assert [part.title for part in sections(report)] == ["Speed", "At the longest length", "Settings"]

@@ -1,13 +1,10 @@
 import dataclasses
-import io
 import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from torch import Tensor, nn
 
 pytest.importorskip("transformers")
@@ -27,21 +24,20 @@ from titans.bench.model import (
     Subject,
     choose_contenders,
     decode,
+    figures,
     find_crossings,
     make_ids,
-    print_report,
     probe,
     reach,
     run_model_benchmark,
+    sections,
     target_parameters,
     train_step,
-    write_plot,
 )
-from titans.bench.timing import write_json
 
 TINY = ModelBenchmarkSettings(
     dim=32, layers=2, heads=2, vocab_size=32, segment=8, window=16, persistent=2, lengths=(16, 20),
-    decode_positions=(9, 40), decode_tokens=2, repeats=2, memory=False, only=("mac", BASELINE),
+    decode_positions=(9, 40), decode_tokens=2, repeats=2, peak_memory=False, only=("mac", BASELINE),
 )  # fmt: skip
 QUICK = dataclasses.replace(TINY, parameters=1)  # for models that are not fitted
 INSTALLED = [
@@ -116,16 +112,16 @@ def test_the_memory_options_reach_the_models() -> None:
     assert (config.memory_mode, config.memory_depth, config.memory_chunk_size) == ("chunked", 1, 4)
     assert (config.window_size, config.num_persistent_tokens, config.num_hidden_layers) == (16, 2, 2)
     assert CONTENDERS["mal"].rule(settings) == (
-        "one step a token, gradient at the start of the token's chunk of 4, every token reads after its own write"
+        "one step per token, gradient at the start of the token's chunk of 4, every token reads after its own write"
     )
     assert "sequential rule" in str(CONTENDERS["mac"].rule(TINY))
     assert "one step per 16 tokens" in str(CONTENDERS[REFERENCE_MAC].rule(TINY))
 
 
 def test_the_report_is_plain_json_and_has_every_figure(report: dict[str, Any]) -> None:
-    assert json.loads(json.dumps(report, allow_nan=False))["schema"] == model_benchmark.SCHEMA
+    assert json.loads(json.dumps(report, allow_nan=False))["name"] == "model"
     assert set(report) == {
-        "benchmark", "schema", "machine", "versions", "settings", "target_parameters", "max_memory_bytes",
+        "name", "date", "version", "machine", "versions", "settings", "target_parameters", "max_memory_bytes",
         "contenders", "results", "ratios", "crossings", "decoding", "left_out", "notices",
     }  # fmt: skip
     places = [(r["measure"], r["length"], r["contender"]) for r in report["results"]]
@@ -185,7 +181,7 @@ def test_a_length_that_would_take_too_long_is_left_out_with_a_sentence(monkeypat
     ran = [(r["measure"], r["length"]) for r in found["results"]]
     assert ran == [(TRAIN, 10), (TRAIN, 20), *((PREFILL, length) for length in settings.lengths)]
     assert found["left_out"] == [{"contender": "mac", "measure": TRAIN, "from_length": 40}]
-    words = "judged by 20 tokens it would take at least 40 s, more than 30 s (max_seconds)"
+    words = "judging by 20 tokens it would take at least 40 s, more than 30 s (max_seconds)"
     assert any(words in notice for notice in found["notices"])
 
 
@@ -200,12 +196,12 @@ def test_a_first_round_that_took_too_long_is_the_last(monkeypatch: pytest.Monkey
 def test_the_way_to_a_position_is_given_up_after_max_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_benchmark, "PIECE", 4)
     subject = echo(QUICK)
-    with pytest.raises(TimeoutError, match="the way there takes more than 0 s"):
+    with pytest.raises(TimeoutError, match="reading up to there takes more than 0 s"):
         reach(subject, make_ids(QUICK, 40), max_seconds=0)
     replace_models(monkeypatch, mac=echo)
     found = run_model_benchmark(dataclasses.replace(QUICK, only=("mac",), measures=(DECODE,), max_seconds=1e-9))
     assert found["results"] == []
-    assert any("decode, is not measured further at position 9 and beyond" in notice for notice in found["notices"])
+    assert any("decode, is not measured at position 9 and beyond" in notice for notice in found["notices"])
 
 
 def test_a_model_that_reads_prompts_only_whole_gets_them_whole(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +217,7 @@ def test_a_contender_that_gives_nan_is_named_and_the_others_go_on(monkeypatch: p
     replace_models(monkeypatch, mac=lambda settings: echo(settings, float("nan")), mag=echo)
     found = run_model_benchmark(dataclasses.replace(QUICK, only=("mac", "mag"), measures=(TRAIN,)))
     assert {r["contender"] for r in found["results"]} == {"mag"}
-    assert any("mac, train, is not measured further at 16 tokens" in notice for notice in found["notices"])
+    assert any("mac, train, is not measured at 16 tokens" in notice for notice in found["notices"])
 
 
 @pytest.mark.slow
@@ -244,7 +240,7 @@ def test_a_failed_probe_leaves_the_contender_out_from_there_on(monkeypatch: pyte
 
     replace_models(monkeypatch, mac=echo)
     monkeypatch.setattr(model_benchmark, "probe", no_room)
-    settings = dataclasses.replace(QUICK, only=("mac",), measures=(TRAIN,), lengths=(16, 20, 24), memory=True)
+    settings = dataclasses.replace(QUICK, only=("mac",), measures=(TRAIN,), lengths=(16, 20, 24), peak_memory=True)
     found = run_model_benchmark(settings)
     assert [(r["length"], r["peak_growth_bytes"]) for r in found["results"]] == [(16, 5)]
     assert sum("it is too large" in notice for notice in found["notices"]) == 1
@@ -253,24 +249,24 @@ def test_a_failed_probe_leaves_the_contender_out_from_there_on(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"dim": 0}, "dim must be at least 1, got 0"),
-        ({"heads": 3}, "heads must divide dim into an even width, got dim 256 and heads 3"),
-        ({"heads": 256}, "even width"),
-        ({"window": 0}, "window must be at least 1"),
-        ({"segment": 0}, "segment must be at least 1"),
-        ({"persistent": -1}, "persistent must be at least 0"),
-        ({"chunk_size": 0}, "chunk_size must be at least 1"),
-        ({"parameters": 0}, "parameters must be at least 1"),
-        ({"repeats": 0}, "repeats must be at least 1"),
-        ({"lengths": ()}, "lengths must name at least one"),
-        ({"lengths": (1, 64)}, "lengths must be at least 2"),
-        ({"decode_positions": (0,)}, "decode_positions must be at least 1, got 0"),
-        ({"memory_mode": "quick"}, "memory_mode must name a mode among chunked, exact, recurrent, got quick"),
-        ({"measures": ()}, "measures must name at least one among train, prefill, decode"),
-        ({"measures": ("sleep",)}, "measures must name something among train, prefill, decode, got sleep"),
-        ({"max_seconds": 0}, "max_seconds must be a positive number, got 0"),
-        ({"max_memory": float("nan")}, "max_memory must be a positive number, got nan"),
-        ({"only": ("llama",)}, r"only must name contenders among lmm, mac, .* got llama"),
+        ({"dim": 0}, "dim is 0; expected at least 1"),
+        ({"heads": 3}, "dim is 256 and heads is 3; expected heads to divide dim into even widths"),
+        ({"heads": 256}, "even widths"),
+        ({"window": 0}, "window is 0; expected at least 1"),
+        ({"segment": 0}, "segment is 0; expected at least 1"),
+        ({"persistent": -1}, "persistent is -1; expected at least 0"),
+        ({"chunk_size": 0}, "chunk_size is 0; expected at least 1"),
+        ({"parameters": 0}, "parameters is 0; expected at least 1"),
+        ({"repeats": 0}, "repeats is 0; expected at least 1"),
+        ({"lengths": ()}, "lengths is empty; expected at least one"),
+        ({"lengths": (1, 64)}, "lengths has 1; expected at least 2"),
+        ({"decode_positions": (0,)}, "decode_positions has 0; expected at least 1"),
+        ({"memory_mode": "quick"}, "memory_mode is 'quick': expected one of chunked, exact, recurrent"),
+        ({"measures": ()}, "measures is empty; expected some of train, prefill, decode"),
+        ({"measures": ("sleep",)}, "measures has 'sleep': expected one of train, prefill, decode"),
+        ({"max_seconds": 0}, "max_seconds is 0; expected a positive number"),
+        ({"max_memory": float("nan")}, "max_memory is nan; expected a positive number"),
+        ({"only": ("rwkv",)}, "only has 'rwkv': expected one of lmm, mac"),
     ],
 )
 def test_a_wrong_setting_is_named_in_one_sentence(change: dict[str, Any], words: str) -> None:
@@ -349,25 +345,29 @@ def _long_report(report: dict[str, Any]) -> dict[str, Any]:
              "speed": 123.4}
             for r in results if r["contender"] in OURS for against in (BASELINE, REFERENCE_MAC)
         ],
+        "settings": report["settings"] | {"lengths": [512, 100_000], "decode_positions": [512, 100_000]},
         "decoding": model_benchmark._decoding(results),
         "crossings": find_crossings(results),
     }  # fmt: skip
 
 
-def test_the_tables_fit_eighty_columns_and_cut_nothing(report: dict[str, Any]) -> None:
-    console = Console(width=80, record=True, file=io.StringIO())
-    print_report(_long_report(report), console)
-    text = console.export_text()
-    assert "…" not in text
-    for words in (*CONTENDERS, "123x", "12345", "123457", "100000", "1.0x", "123,456,789", "/Llama", "/t-p"):
-        assert words in text
-    assert "lmm does not train faster than transformer++" in text
-    assert "Update rule of lmm" in text
+def test_the_page_has_every_measure_of_every_contender(report: dict[str, Any]) -> None:
+    long = _long_report(report)
+    train, prefill, decoding, models, about = sections(long)
+    for part in (train, prefill, decoding):
+        assert [row[0] for row in part.tables[0].rows] == [*CONTENDERS, *CONTENDERS]
+        assert all(len(row) == len(part.tables[0].header) for row in part.tables[0].rows)
+    assert train.tables[0].rows[0] == ["lmm", "512", "123,457", "183.20 s", "123x", "123x", "12345"]
+    assert decoding.tables[0].rows[-1][:5] == [REFERENCE_MAC, "100,000", "123,457", "41.60 s", "1.0x"]
+    assert any("lmm does not train faster than transformer++" in words for words in train.paragraphs)
+    assert [row[0] for row in models.tables[0].rows] == [row[0] for row in about.tables[1].rows] == list(CONTENDERS)
+    assert about.tables[1].rows[0][2] == report["contenders"][0]["rule"]
+    drawn = figures(long)
+    assert [figure.name for figure in drawn] == ["model-train", "model-prefill", "model-decode"]
+    assert all(figure.png.startswith(b"\x89PNG") for figure in drawn)
 
 
-def test_json_and_plot_are_written(report: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    write_json(report, tmp_path / "model.json")
-    write_plot(report, tmp_path / "model.png")
-    assert json.loads((tmp_path / "model.json").read_text()) == json.loads(json.dumps(report))
-    assert (tmp_path / "model.png").read_bytes().startswith(b"\x89PNG")
+def test_what_was_not_measured_has_no_part_of_the_page(report: dict[str, Any]) -> None:
+    trained = report | {"results": [r for r in report["results"] if r["measure"] == TRAIN]}
+    assert [part.title for part in sections(trained)] == ["Training", "Models", "Settings"]
+    assert [figure.name for figure in figures(trained)] == ["model-train"]

@@ -1,5 +1,5 @@
-import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +8,20 @@ import torch
 
 from titans.bench import timing as benchmark
 from titans.bench.timing import (
+    about,
+    answer_of,
     available_memory,
     check_lengths,
     choose_names,
     in_fresh_process,
     limit_memory,
+    new_report,
     peak_growth,
-    resident_bytes,
+    settled_bytes,
     timing,
-    write_json,
+    work_folder,
 )
-from titans.files import write_atomically
+from titans.report.page import Table
 
 MIB = 2**20
 
@@ -48,7 +51,7 @@ def test_peak_growth_falls_back_to_sampling_where_the_system_keeps_no_peak(
 
 
 def test_peak_growth_can_count_from_an_earlier_moment() -> None:
-    before = resident_bytes()
+    before = settled_bytes()
     held = torch.ones(16 * MIB // 4)
     growth, _ = peak_growth(lambda: torch.ones(16 * MIB // 4).sum().item(), before)
     assert 0.9 * 32 * MIB < growth < 1.3 * 32 * MIB
@@ -57,6 +60,8 @@ def test_peak_growth_can_count_from_an_earlier_moment() -> None:
 
 def _double(job: dict[str, Any]) -> dict[str, Any]:
     print("something else on the output")
+    if job["number"] < 0:
+        raise ValueError(f"number is {job['number']}; expected at least 0")
     return {"answer": 2 * job["number"]}
 
 
@@ -89,9 +94,14 @@ def test_a_fresh_process_answers_a_job_whatever_else_it_prints() -> None:
 
 
 @pytest.mark.usefixtures("importable")
-def test_a_fresh_process_that_fails_or_takes_too_long_is_an_answer() -> None:
-    assert in_fresh_process(_double, {}, threads=1) == {"error": "KeyError: 'number'"}
+def test_a_fresh_process_that_takes_too_long_is_an_answer() -> None:
     assert in_fresh_process(_sleep, {}, threads=1, seconds=0.2) == {"error": "ended after 0 s"}
+
+
+@pytest.mark.usefixtures("importable")
+def test_an_answer_that_is_needed_is_an_error_of_one_sentence_if_it_fails() -> None:
+    with pytest.raises(ValueError, match=r"^number is -1; expected at least 0$"):
+        answer_of(_double, {"number": -1}, threads=1)
 
 
 @pytest.mark.skipif(available_memory() is None, reason="the system does not tell")
@@ -118,22 +128,33 @@ def test_timing_takes_the_best_round() -> None:
     assert (found["best_seconds"], found["median_seconds"], found["tokens_per_second"]) == (0.5, 1.0, 200.0)
 
 
-def test_a_report_with_nan_is_refused(tmp_path: Path) -> None:
-    write_json({"a": 1}, tmp_path / "a.json")
-    assert json.loads((tmp_path / "a.json").read_text()) == {"a": 1}
-    with pytest.raises(ValueError, match="Out of range"):
-        write_json({"a": float("nan")}, tmp_path / "b.json")
+@dataclass(frozen=True)
+class Settings:
+    lengths: tuple[int, ...] = (512, 2048)
+    only: tuple[str, ...] = ()
+    parameters: int | None = None
+    peak_memory: bool = True
 
 
-def test_a_write_that_fails_leaves_the_old_file_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "memory.json"
-    path.write_text("old")
+def test_the_last_part_of_a_page_names_the_machine_the_notices_and_every_setting() -> None:
+    report = new_report("memory", Settings(), threads=2)
+    report["notices"] = ["exact failed."]
+    part = about(report, Table(["more"], [["cells"]]))
+    assert "2 threads" in part.paragraphs[0] and part.paragraphs[1:] == ["Exact failed."]
+    assert part.tables[0].rows == [
+        ["lengths", "512, 2,048"], ["only", "default"], ["parameters", "default"], ["peak_memory", "True"]
+    ]  # fmt: skip
+    assert part.tables[1].rows == [["cells"]]
 
-    def no_room(self: Path, content: bytes) -> int:
-        raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "write_bytes", no_room)
-    with pytest.raises(OSError, match="no space"):
-        write_atomically(path, b"new")
-    assert path.read_text() == "old"
-    assert list(tmp_path.iterdir()) == [path]
+def test_what_is_counted_and_not_measured_names_no_machine() -> None:
+    report = new_report("flops", Settings())
+    assert "machine" not in report and about(report).paragraphs == []
+
+
+def test_work_goes_to_the_folder_or_is_gone_afterwards(tmp_path: Path) -> None:
+    with work_folder(tmp_path) as folder:
+        assert folder == tmp_path
+    with work_folder(None) as folder:
+        (folder / "file").write_text("")
+    assert not folder.exists()

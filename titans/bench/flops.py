@@ -1,4 +1,4 @@
-"""Floating-point operations of a training step: a formula for our models, and PyTorch's count of what really runs.
+"""Floating-point operations of a memory and of training a model: a formula, and PyTorch's count of what really runs.
 
 Both count the products of matrices and the convolutions, a multiplication and an addition as two; norms, activations
 and gates are left out. The formula is for the chunked rule in PyTorch's own operations, as a GPU runs it;
@@ -17,16 +17,18 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from titans.bench.timing import Progress, about, new_report
 from titans.layers.attention import PIECE, PIECE_WINDOWS
-from titans.models import TitansConfig, TitansForCausalLM, config_for, count_parameters
-from titans.models.configuration import VARIANTS
 from titans.ops.attention import MIN_BLOCK, SEGMENT_BLOCK
 from titans.ops.dual import CACHED_NUMBERS, GRAPH_NUMBERS
+from titans.report.page import Figure, Section, Table
+from titans.report.plots import Curve, plot_bars
+from titans.words import require_whole
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from titans.models import TitansConfig, TitansForCausalLM
 
-NAMES = (*VARIANTS, "sliding-window")
+NAMES = ("lmm", "mac", "mag", "mal", "sliding-window")
 PARTS = ("linear", "head", "attention", "memory", "convolution")
 FLOAT32 = ("memory",)  # these products stay in float32 under bf16
 HOUR, DAY = 3600, 86_400
@@ -34,7 +36,7 @@ HOUR, DAY = 3600, 86_400
 
 @dataclass(frozen=True)
 class Gpu:
-    """What its maker says of a GPU: FLOP/s of dense products at its peak."""
+    """A GPU and the FLOP/s of dense products at its peak, according to its maker."""
 
     name: str
     bf16: float
@@ -45,7 +47,7 @@ class Gpu:
 GPUS = (Gpu("A100", 312e12, 156e12, 19.5e12), Gpu("H100", 989e12, 494e12, 67e12))
 # what a plan assumes
 SHARES = (0.2, 0.3, 0.4)  # of the peak that products reach, each in its own precision
-PRICES = (2.0, 3.0)  # dollars for a GPU and an hour
+PRICES = (2.0, 3.0)  # dollars per GPU hour
 COUNTS = (8, 64)  # GPUs
 DAYS = (3, 7)
 
@@ -56,24 +58,61 @@ class Flops:
 
     Attributes:
         forward: of the forward pass.
-        backward: of the backward pass, without what it computes again.
-        again: forward operations that the backward pass repeats, instead of keeping what they gave.
+        backward: of the backward pass, without what it recomputes.
+        recomputed: forward operations that the backward pass repeats instead of keeping their results.
     """
 
     forward: int = 0
     backward: int = 0
-    again: int = 0
+    recomputed: int = 0
 
     @property
     def total(self) -> int:
-        """All that runs."""
-        return self.forward + self.backward + self.again
+        """Everything that runs."""
+        return self.forward + self.backward + self.recomputed
 
     def __add__(self, other: Flops) -> Flops:
-        return Flops(self.forward + other.forward, self.backward + other.backward, self.again + other.again)
+        return Flops(self.forward + other.forward, self.backward + other.backward, self.recomputed + other.recomputed)
 
     def __mul__(self, times: int) -> Flops:
-        return Flops(self.forward * times, self.backward * times, self.again * times)
+        return Flops(self.forward * times, self.backward * times, self.recomputed * times)
+
+
+@dataclass(frozen=True)
+class MemoryShape:
+    """What the operations of a neural memory under the chunked rule depend on; the defaults are ``NeuralMemory``'s.
+
+    Attributes:
+        dim: width of the model around the memory.
+        heads: memories side by side.
+        widths: of each memory's network: its input, its hidden layers, its output.
+        chunk_size: tokens that share one gradient anchor.
+        gates: how many of theta, alpha and eta are computed from each token.
+        forget_to: ``"start"``, ``"zero"``, or None without forgetting.
+        checkpoint_every: the backward pass keeps the state at every so many chunks; None: chosen by size.
+    """
+
+    dim: int
+    heads: int
+    widths: tuple[int, ...]
+    chunk_size: int = 64
+    gates: int = 3
+    conv_kernel: int = 4
+    momentum: bool = True
+    forget_to: str | None = "start"
+    bounded: bool = True
+    first_order: bool = False
+    checkpoint_every: int | None = None
+
+    @property
+    def inner(self) -> int:
+        """Width of the queries, keys and values of all heads."""
+        return self.heads * self.widths[0]
+
+    @property
+    def weights(self) -> list[int]:
+        """How many weights each layer of one memory has."""
+        return [a * b for a, b in pairwise(self.widths)]
 
 
 def training_flops(config: TitansConfig, length: int, batch: int = 1, checkpointing: bool = False) -> dict[str, Flops]:
@@ -82,18 +121,17 @@ def training_flops(config: TitansConfig, length: int, batch: int = 1, checkpoint
     Args:
         config: a model whose memory runs under the chunked rule.
         length: of a sequence, a multiple of the chunk.
-        batch: sequences at a time; decides how often the memory keeps its state, and so what it computes again.
-        checkpointing: whether every layer keeps its input only, and computes the rest again.
+        batch: sequences at a time; decides how often the memory keeps its state, and so what is recomputed.
+        checkpointing: whether every layer keeps only its input and recomputes the rest.
     """
     _check(config, length, batch)
     layer = _layer(config, length, batch)
     if checkpointing:
-        # recomputing ends where the last product, of the feed-forward layer, has been given its input
+        # recomputation stops before the last product of the feed-forward layer, whose output nobody needs
         assert config.intermediate_size is not None
         last = 2 * batch * length * config.hidden_size * config.intermediate_size
         for part, flops in layer.items():
-            again = flops.forward - (last if part == "linear" else 0)
-            layer[part] = flops + Flops(again=again)
+            layer[part] = flops + Flops(recomputed=flops.forward - (last if part == "linear" else 0))
     head = _product(batch * length, config.hidden_size, config.vocab_size)
     return {part: layer[part] * config.num_hidden_layers + (head if part == "head" else Flops()) for part in PARTS}
 
@@ -116,7 +154,7 @@ def counted_flops(model: TitansForCausalLM, ids: Tensor, checkpointing: bool = F
 
 @contextmanager
 def _counter() -> Iterator[FlopCounterMode]:
-    """PyTorch's counter, which does not know attention on a CPU."""
+    """PyTorch's counter, taught the attention of a CPU."""
 
     def attend(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
         return int(sdpa_flop_count(q, k, v))
@@ -176,80 +214,106 @@ def _layer(config: TitansConfig, length: int, batch: int) -> dict[str, Flops]:
         else:
             segments = -(-length // max(PIECE, PIECE_WINDOWS * config.window_size))
             pairs = _window_pairs(length, config.window_size, config.num_persistent_tokens)
-        # keys and values of the persistent tokens: once a call, for all sequences
+        # keys and values of the persistent tokens: once per call, for all sequences
         parts["linear"] += _product(config.num_persistent_tokens, width, 2 * width) * segments
         # scores and sums forward; backward the scores again, and two products for each
         parts["attention"] += Flops(4 * batch * pairs * width, 10 * batch * pairs * width)
     if not config.use_memory:
         return parts
 
-    inner = config.memory_heads * (config.memory_head_dim or width // config.memory_heads)
-    prefix = 0 if in_segments or config.variant == "mac" else config.num_persistent_tokens
-    read = length + prefix
+    shape = memory_shape(config)
+    prefix = 0 if config.variant == "mac" else config.num_persistent_tokens
     calls = length // config.segment_size if in_segments else 1
-    parts["linear"] += _product(batch * read, width, inner) * 5  # q, k, v, the gate, the way out
-    parts["memory"] += _product(batch * read, width, _gates(config) * config.memory_heads)
-    parts["memory"] += _rule(config, read // calls, batch, calls)
-    parts["convolution"] += _convolution(config, read // calls, 3 * inner, batch) * calls
-    if in_segments:  # Eq. 21: the memory at the segment's start is asked, and what it says is attended to
-        parts["linear"] += _product(tokens, width, inner) * 3 + _product(tokens, width, 2 * width)
-        parts["memory"] += _product(tokens * config.memory_heads, 1, sum(a * b for a, b in _shapes(config)))
-        parts["convolution"] += _convolution(config, config.segment_size, inner, batch) * calls
+    for part, flops in memory_flops(shape, (length + prefix) // calls, batch, calls).items():
+        parts[part] += flops
+    if in_segments:  # Eq. 21: the memory at the segment's start is asked, and its answer is attended to
+        parts["linear"] += _product(tokens, width, shape.inner) * 3 + _product(tokens, width, 2 * width)
+        parts["memory"] += _product(tokens * shape.heads, 1, sum(shape.weights))
+        parts["convolution"] += _convolution(shape, config.segment_size, shape.inner, batch) * calls
     return parts
 
 
-def _gates(config: TitansConfig) -> int:
-    if config.memory_gates != "token":
-        return 0
-    forgets = config.memory_forgetting and config.memory_fixed_alpha is None
-    return (config.memory_fixed_theta is None) + forgets + config.memory_momentum
-
-
-def _shapes(config: TitansConfig) -> list[tuple[int, int]]:
-    """(out, in) of every layer of a memory."""
+def memory_shape(config: TitansConfig) -> MemoryShape:
+    """The memory of one layer of a model."""
     width = config.memory_head_dim or config.hidden_size // config.memory_heads
     hidden = round(config.memory_expansion * width)
-    widths = [width, *[hidden] * (config.memory_depth - 1), width]
-    return [(after, before) for before, after in pairwise(widths)]
+    learned = (
+        config.memory_fixed_theta is None,
+        config.memory_forgetting and config.memory_fixed_alpha is None,
+        config.memory_momentum,
+    )
+    return MemoryShape(
+        dim=config.hidden_size,
+        heads=config.memory_heads,
+        widths=(width, *[hidden] * (config.memory_depth - 1), width),
+        chunk_size=_chunk(config),
+        gates=sum(learned) if config.memory_gates == "token" else 0,
+        conv_kernel=config.memory_conv_kernel,
+        momentum=config.memory_momentum,
+        forget_to=config.memory_forget_to if config.memory_forgetting else None,
+        bounded=config.memory_bounded,
+        first_order=config.memory_first_order,
+        checkpoint_every=config.memory_checkpoint_every,
+    )
 
 
-def _rule(config: TitansConfig, time: int, batch: int, calls: int) -> Flops:
-    """The chunked rule in its dual form, in so many calls of ``time`` tokens (titans/ops/dual.py)."""
-    rows, chunk, shapes = batch * config.memory_heads, min(_chunk(config), time), _shapes(config)
+def memory_flops(shape: MemoryShape, time: int, batch: int = 1, calls: int = 1) -> dict[str, Flops]:
+    """Operations of a ``NeuralMemory`` that reads ``time`` tokens in each of ``calls`` calls, by part."""
+    tokens = batch * time * calls
+    return {
+        "linear": _product(tokens, shape.dim, shape.inner) * 5,  # queries, keys, values, the output's gate, the output
+        "memory": _product(tokens, shape.dim, shape.gates * shape.heads) + rule_flops(shape, time, batch, calls),
+        "convolution": _convolution(shape, time, 3 * shape.inner, batch) * calls,
+    }
+
+
+def rule_flops(shape: MemoryShape, time: int, batch: int = 1, calls: int = 1) -> Flops:
+    """Operations of the chunked rule itself in its dual form (titans/ops/dual.py).
+
+    Per chunk of b tokens, in multiplications and additions, a layer from width i to width o takes
+
+        keys       b i o         forward through the anchor; as much again backwards, except for the first layer
+        writes     b i o n       (coefficients * delta)^T h, into W and into S: n = 2, or 1 without momentum
+        reads      b i o n       x W^T and x S^T; and x M_0^T, b i o more, if forgetting returns to the start
+                   b^2 (i + o)   x h^T, and the weighted sum of deltas
+
+    The coefficients of momentum take b^3 per chunk, and bounded steps compare a chunk's keys with each other, b^2 i.
+    The last chunk counts as a whole one, as it is padded.
+    """
+    rows, chunk = batch * shape.heads, min(shape.chunk_size, time)
     tiles = -(-time // chunk)
-    width = shapes[0][1]
-    weights = chunk * sum(a * b for a, b in shapes)  # a product with every weight of the memory
-    upper = chunk * sum(a * b for a, b in shapes[1:])
-    momentum, forgets = config.memory_momentum, config.memory_forgetting
+    weights = chunk * sum(shape.weights)
+    upper = chunk * sum(shape.weights[1:])
+    momentum, forgets = shape.momentum, shape.forget_to is not None
 
-    keys = weights + upper  # through the anchor, and back
+    keys = weights + upper
     write = weights * (1 + momentum)
-    read = weights * (1 + momentum + (forgets and config.memory_forget_to == "start"))
-    read += chunk**2 * sum(a + b for a, b in shapes)
+    read = weights * (1 + momentum + (shape.forget_to == "start"))
+    read += chunk**2 * sum(a + b for a, b in pairwise(shape.widths))
     gates = chunk**3 + chunk**2 if momentum else 0
-    crowding = chunk**2 * (width + 1) if config.memory_bounded else 0
+    crowding = chunk**2 * (shape.widths[0] + 1) if shape.bounded else 0
     forward = keys + write + read + gates + crowding
-    backward = 2 * (write + read + crowding) + (1 if config.memory_first_order else 2) * keys
+    backward = 2 * (write + read + crowding) + (1 if shape.first_order else 2) * keys
     backward += gates * (1 + forgets) + (chunk - 1) * chunk**2 * (momentum + forgets)
 
-    every = config.memory_checkpoint_every
-    tile = rows * chunk * max(chunk, *(max(shape) for shape in shapes))  # numbers of its widest tensor
+    every = shape.checkpoint_every
+    tile = rows * chunk * max(chunk, *shape.widths)  # numbers in its widest tensor
     if every is None:
-        every = GRAPH_NUMBERS // (20 * len(shapes) * tile)
+        every = GRAPH_NUMBERS // (20 * len(shape.weights) * tile)
     regrouped = tiles > max(1, every)
     total = Flops(forward, backward, forward if regrouped else 0) * (tiles * calls)
     if not regrouped:  # group by group, everything has a gradient
         total += Flops(backward=-2 * write)  # nobody asks for the state after the last chunk
         if min(tiles, CACHED_NUMBERS // tile) <= 1:  # the first chunk is read alone, and its momentum is a constant 0
             total += Flops(backward=-weights * momentum)
-    if config.memory_bounded and time % chunk:  # the chunk stays open
-        gram = chunk * width**2
+    if shape.bounded and time % chunk:  # the chunk stays open
+        gram = chunk * shape.widths[0] ** 2
         total += Flops(gram, 2 * gram, gram) if regrouped else Flops(gram)
     return total * (2 * rows)
 
 
-def _convolution(config: TitansConfig, time: int, channels: int, batch: int) -> Flops:
-    kernel = config.memory_conv_kernel
+def _convolution(shape: MemoryShape, time: int, channels: int, batch: int) -> Flops:
+    kernel = shape.conv_kernel
     if not kernel:
         return Flops()
     return Flops(2 * batch * kernel * channels * time, 2 * batch * kernel * channels * (time + kernel - 1))
@@ -287,42 +351,54 @@ def _window_pairs(time: int, window: int, prefix: int, past: int = 0) -> int:
     return pairs + tail * (prefix + window - 1 + tail)
 
 
-def flops_report(
-    name: str,
-    size: str,
-    length: int,
-    batch: int = 4,
-    tokens: float = 30e9,
-    checkpointing: bool = True,
-    **fields: Any,
-) -> dict[str, Any]:
-    """Operations a token of the model ``name`` at ``size``, and what a run over ``tokens`` takes of known GPUs.
+@dataclass(frozen=True)
+class FlopsSettings:
+    """Which training run is counted; a value that cannot be counted raises a ValueError with one sentence.
 
-    Args:
-        length: of a sequence.
-        batch: sequences that a GPU works on at a time.
+    Attributes:
+        model, size: a name of ``NAMES``, and a size of ``configs/``.
+        length, batch: tokens per sequence, and sequences that a GPU works on at a time.
+        tokens: of the whole run.
+        chunk_size, first_order: of the memory.
+        vocab_size: of the model; None: that of its size.
         checkpointing: gradient checkpointing.
-        fields: of the model's config, over those of its size.
     """
-    if name not in NAMES:
-        raise ValueError(f"model is {name!r}; the formula is for {', '.join(NAMES)}")
-    if not tokens > 0:
-        raise ValueError(f"tokens is {tokens}; expected a positive number")
-    config = config_for(name, size, **{"memory_mode": "chunked", **fields})
+
+    model: str = "mac"
+    size: str = "760m"
+    length: int = 4096
+    batch: int = 4
+    tokens: float = 30e9
+    chunk_size: int = 64
+    vocab_size: int | None = None
+    first_order: bool = False
+    checkpointing: bool = True
+
+    def __post_init__(self) -> None:
+        if self.model not in NAMES:
+            raise ValueError(f"model is {self.model!r}; the formula is for {', '.join(NAMES)}")
+        require_whole(length=self.length, batch=self.batch, chunk_size=self.chunk_size)
+        if not self.tokens > 0:
+            raise ValueError(f"tokens is {self.tokens}; expected a positive number")
+
+
+def flops_report(settings: FlopsSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Operations per token of a model, and what a run takes on known GPUs: a dict that is ready for JSON."""
+    from titans.models import TitansConfig, config_for, count_parameters
+
+    fields = {} if settings.vocab_size is None else {"vocab_size": settings.vocab_size}
+    config = config_for(
+        settings.model, settings.size, memory_mode="chunked", memory_chunk_size=settings.chunk_size,
+        memory_first_order=settings.first_order, **fields,
+    )  # fmt: skip
     assert isinstance(config, TitansConfig)
-    whole = training_flops(config, length, batch, checkpointing)
-    count = batch * length
+    whole = training_flops(config, settings.length, settings.batch, settings.checkpointing)
+    count, tokens = settings.batch * settings.length, settings.tokens
     parts = {part: {key: value / count for key, value in asdict(flops).items()} for part, flops in whole.items()}
     executed = sum(flops.total for flops in whole.values()) / count
     float32 = sum(whole[part].total for part in FLOAT32) / count
-    return {
-        "model": name,
-        "size": size,
+    return new_report("flops", settings) | {
         "parameters": count_parameters(config),
-        "length": length,
-        "batch": batch,
-        "checkpointing": checkpointing,
-        "tokens": tokens,
         "parts": parts,
         "executed": executed,
         "useful": sum(flops.forward + flops.backward for flops in whole.values()) / count,
@@ -356,30 +432,16 @@ def _plan(gpu: Gpu, share: float, tf32: bool, bf16: float, float32: float, token
     }
 
 
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """What :func:`flops_report` gives, as tables."""
-    from titans.bench.timing import print_table
-
-    million = 1e6
-    rows = [
-        [
-            part,
-            *(f"{value / million:,.1f}" for value in flops.values()),
-            f"{sum(flops.values()) / report['executed']:.1%}",
-        ]
+def sections(report: dict[str, Any]) -> list[Section]:
+    """What :func:`flops_report` gives, as text and tables."""
+    settings, tokens = report["settings"], report["settings"]["tokens"]
+    parts = [
+        [part, *(f"{value / 1e6:,.1f}" for value in flops.values()), f"{sum(flops.values()) / report['executed']:.1%}"]
         for part, flops in report["parts"].items()
     ]
-    title = f"{report['model']} {report['size']}, {report['parameters']:,} parameters, length {report['length']:,}"
-    columns = ("MFLOP a token", "forward", "backward", "again", "share")
-    print_table(console, title, columns, rows)
-    console.print(
-        f"{report['executed'] / 1e9:.3f} GFLOP a token are run, {report['useful'] / 1e9:.3f} without what is computed "
-        f"again; {report['tokens'] * report['executed']:.3g} FLOP for {report['tokens']:.3g} tokens.",
-        highlight=False,
-    )
-    rows = [
+    plans = [
         [
-            f"{plan['gpu']}, {plan['share']:.0%} of the peak, memory in {plan['memory']}",
+            f"{plan['gpu']}, {plan['share']:.0%}, {plan['memory']}",
             f"{plan['tokens_per_second']:,.0f}",
             f"{plan['gpu_hours']:,.0f}",
             *(f"{days:.1f}" for days in plan["days"]),
@@ -387,8 +449,42 @@ def print_report(report: dict[str, Any], console: Console) -> None:
         ]
         for plan in report["plans"]
     ]
+    needed = [
+        [f"{each['days']} days on {each['gpus']}", f"{each['tokens_per_second']:,.0f}"] for each in report["needed"]
+    ]
     days = [f"days on {count}" for count in COUNTS]
-    headings = ["if", "tokens/s a GPU", "GPU hours", *days, *(f"at ${price:g}" for price in PRICES)]
-    print_table(console, "A run, where only products take time (assumed)", headings, rows)
-    rows = [[f"{n['days']} days on {n['gpus']} GPUs", f"{n['tokens_per_second']:,.0f}"] for n in report["needed"]]
-    print_table(console, "Needed for it", ["to be done in", "tokens/s a GPU"], rows)
+    return [
+        Section(
+            "Operations",
+            [
+                f"{settings['model']} {settings['size']}, {report['parameters']:,} parameters, sequences of "
+                f"{settings['length']:,} tokens: {report['executed'] / 1e9:.3f} GFLOP per token are executed, "
+                f"{report['useful'] / 1e9:.3f} without what is recomputed; {tokens * report['executed']:.3g} FLOP for "
+                f"{tokens:.3g} tokens."
+            ],
+            [Table(["part", "forward", "backward", "recomputed", "share"], parts, "MFLOP per token.")],
+        ),
+        Section(
+            "Time and money, if only products took time",
+            ["Assumed: the share of its peak that a GPU reaches, and whether the memory's products are in TF32."],
+            [
+                Table(
+                    ["GPU", "tokens/s each", "GPU hours", *days, *(f"at ${price:g}/h" for price in PRICES)], plans,
+                    "A run.",
+                ),
+                Table(["to finish in", "tokens/s per GPU"], needed, "Needed to finish in time."),
+            ],
+        ),
+        about(report),
+    ]  # fmt: skip
+
+
+def figures(report: dict[str, Any]) -> list[Figure]:
+    """Operations by part of the model."""
+    kinds = ("forward", "backward", "recomputed")
+    bars = [
+        Curve(kind, [part[kind] / 1e6 for part in report["parts"].values()], style=index)
+        for index, kind in enumerate(kinds)
+    ]
+    title = "Operations per token, by part of the model"
+    return [Figure("flops", plot_bars(list(report["parts"]), bars, title, "part", "MFLOP per token"), title)]

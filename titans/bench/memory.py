@@ -1,9 +1,10 @@
 """Speed, peak memory and arithmetic efficiency of the neural memory, side by side with titans-pytorch.
 
-Every contender does the same job, (batch, time, dim) in and out, forward and forward+backward.
-Timings are interleaved: each round runs every contender once, so that a busy minute hits all of them. Peak
-memory is measured in a fresh process for every figure. Nothing is extrapolated: where a length did not run,
-there is no figure.
+    titans bench memory --out runs/bench-memory
+
+Every contender does the same job, (batch, time, dim) in and out, forward and forward+backward. Timings are interleaved:
+each round runs every contender once, so that a busy minute hits all of them. Peak memory is measured in a fresh process
+for every figure. Nothing is extrapolated: where a length did not run, there is no figure.
 """
 
 from __future__ import annotations
@@ -14,41 +15,39 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import titans
+from titans.bench.flops import MemoryShape, memory_flops, rule_flops
 from titans.bench.timing import (
+    REFERENCE,
     REFERENCE_MAX_STEP,
     Progress,
-    busy_notices,
-    check_at_least_one,
+    about,
     check_lengths,
     check_names,
     choose_names,
-    finish_speed_axis,
+    dense,
     in_fresh_process,
-    machine_info,
-    machine_text,
     mebibytes_text,
+    new_report,
     peak_growth,
-    print_table,
     reference_memory_options,
     reference_version,
-    save_speed_figure,
     seconds_text,
-    speed_axes,
+    speed_figure,
     times_text,
     timing,
 )
+from titans.report.page import Figure, Section, Table
+from titans.words import require_whole
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SCHEMA = 1
+QUICK: dict[str, Any] = {
+    "lengths": (128, 256), "repeats": 1, "recurrent_max_length": 128, "gemm_size": 256, "peak_memory": False,
+}  # fmt: skip
+COARSE = f"{REFERENCE}-coarse"
 FORWARD, BOTH = "forward", "forward+backward"
 PASSES = (FORWARD, BOTH)
 GEMM_SIZE = 1024
@@ -56,18 +55,19 @@ SCALING_LENGTH = 2048
 
 
 @dataclass(frozen=True)
-class BenchmarkSettings:
-    """What is measured; a value that cannot be measured raises ValueError with one sentence.
+class MemoryBenchmarkSettings:
+    """What is measured; a value that cannot be measured raises a ValueError with one sentence.
 
-    dim, heads, depth: width of the model, number of memories, layers of each memory (all dim / heads wide)
-    chunk_size: tokens that share one gradient anchor (the exact rule has none, and chooses its own tile)
-    batch, lengths: sequences per call, and tokens per sequence, one measurement for each length
-    repeats: rounds of timing; the token-by-token definition takes part in the first two
-    threads: CPU threads of every contender
-    only: names of the contenders to run, all of them when empty
-    recurrent_max_length, reference_max_length: longest length for the definition, and for titans-pytorch
-    memory: whether to measure peak memory (one fresh process a figure)
-    gemm_size: side of the square float32 product whose rate is the yardstick
+    Attributes:
+        dim, heads, depth: width of the model, number of memories, layers of each memory (all dim / heads wide).
+        chunk_size: tokens that share one gradient anchor (the exact rule has none, and chooses its own tile).
+        batch, lengths: sequences per call, and tokens per sequence, one measurement for each length.
+        repeats: rounds of timing; the token-by-token definition takes part in the first two.
+        threads: CPU threads of every contender.
+        only: names of the contenders to run; empty: all of them.
+        recurrent_max_length, reference_max_length: longest length for the definition, and for titans-pytorch.
+        peak_memory: whether to measure peak memory (one fresh process per figure).
+        gemm_size: side of the square float32 product whose rate is the yardstick.
     """
 
     dim: int = 256
@@ -81,14 +81,15 @@ class BenchmarkSettings:
     only: tuple[str, ...] = ()
     recurrent_max_length: int = 512
     reference_max_length: int = 2048
-    memory: bool = True
+    peak_memory: bool = True
     gemm_size: int = GEMM_SIZE
 
     def __post_init__(self) -> None:
-        counts = ("dim", "heads", "depth", "chunk_size", "batch", "repeats", "threads")
-        check_at_least_one(self, (*counts, "recurrent_max_length", "reference_max_length", "gemm_size"))
+        counts = ("dim", "heads", "depth", "chunk_size", "batch", "repeats", "threads", "gemm_size")
+        limits = ("recurrent_max_length", "reference_max_length")
+        require_whole(**{name: getattr(self, name) for name in (*counts, *limits)})
         if self.dim % self.heads:
-            raise ValueError(f"dim must be divisible by heads, got dim {self.dim} and heads {self.heads}.")
+            raise ValueError(f"dim is {self.dim} and heads is {self.heads}; expected heads to divide dim")
         object.__setattr__(self, "lengths", check_lengths("lengths", self.lengths))
         check_names("only", self.only, CONTENDERS)
 
@@ -97,14 +98,14 @@ class BenchmarkSettings:
         return self.dim // self.heads
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Input width, hidden widths and output width of one memory."""
-        return (self.head_width,) * (self.depth + 1)
+    def shape(self) -> MemoryShape:
+        """Of our chunked module."""
+        return MemoryShape(self.dim, self.heads, (self.head_width,) * (self.depth + 1), self.chunk_size)
 
     def lengths_of(self, contender: Contender) -> tuple[int, ...]:
-        """The lengths at which `contender` runs."""
+        """The lengths at which a contender runs."""
         limit = max(self.lengths)
-        if contender.package == "titans-pytorch":
+        if contender.package == REFERENCE:
             limit = self.reference_max_length
         elif contender.name == "recurrent":
             limit = self.recurrent_max_length
@@ -128,11 +129,11 @@ class Contender:
     name: str
     package: str
     rule: str
-    build: Callable[[BenchmarkSettings], Subject]
+    build: Callable[[MemoryBenchmarkSettings], Subject]
     notes: tuple[str, ...] = ()
 
 
-def _module_subject(module: nn.Module, settings: BenchmarkSettings) -> Subject:
+def _module_subject(module: nn.Module, settings: MemoryBenchmarkSettings) -> Subject:
     def make_inputs(length: int) -> tuple[Tensor, ...]:
         generator = torch.Generator().manual_seed(length)
         return (torch.randn(settings.batch, length, settings.dim, generator=generator).requires_grad_(),)
@@ -144,7 +145,7 @@ def _module_subject(module: nn.Module, settings: BenchmarkSettings) -> Subject:
     return Subject(make_inputs, forward, tuple(p for p in module.parameters() if p.requires_grad), module)
 
 
-def _build_module(settings: BenchmarkSettings, mode: str) -> Subject:
+def _build_module(settings: MemoryBenchmarkSettings, mode: str) -> Subject:
     from titans import NeuralMemory
 
     torch.manual_seed(0)
@@ -155,7 +156,7 @@ def _build_module(settings: BenchmarkSettings, mode: str) -> Subject:
     return _module_subject(module, settings)
 
 
-def _build_op(settings: BenchmarkSettings) -> Subject:
+def _build_op(settings: MemoryBenchmarkSettings) -> Subject:
     from titans.ops import MemoryState, neural_memory_chunked
 
     torch.manual_seed(0)
@@ -181,7 +182,7 @@ def _build_op(settings: BenchmarkSettings) -> Subject:
     return Subject(make_inputs, forward, weights)
 
 
-def _build_reference(settings: BenchmarkSettings, chunk_size: int) -> Subject:
+def _build_reference(settings: MemoryBenchmarkSettings, chunk_size: int) -> Subject:
     from titans_pytorch import NeuralMemory
     from titans_pytorch.memory_models import MemoryMLP
 
@@ -203,7 +204,7 @@ _REFERENCE_NOTES = (
     "inner loss is the mean over the width (ours: the sum, Eq. 12)",
     "queries and keys pass an RMSNorm with a learned scale (ours: L2 normalisation)",
     "no convolution of queries, keys and values (ours: causal, depthwise, width 4)",
-    "reads are gated by one sigmoid a head (ours: a SiLU gate of full width, one more dim x dim projection)",
+    "reads are gated by one sigmoid per head (ours: a SiLU gate of full width, one more dim x dim projection)",
     "steps are not bounded for any input (ours: divided by what a chunk's keys and gradients allow)",
     f"step gate at most {REFERENCE_MAX_STEP} (its default of 1 gives NaN on this input in the coarse setting)",
 )
@@ -236,16 +237,16 @@ CONTENDERS: dict[str, Contender] = {
             _build_op,
         ),
         Contender(
-            "titans-pytorch",
-            "titans-pytorch",
+            REFERENCE,
+            REFERENCE,
             "the rule of 'chunked' (chunk_size=1, batch_size=chunk)",
             lambda settings: _build_reference(settings, 1),
             _REFERENCE_NOTES,
         ),
         Contender(
-            "titans-pytorch-coarse",
-            "titans-pytorch",
-            "one step a chunk, reads use the weights before the chunk (chunk_size=chunk, batch_size=chunk)",
+            COARSE,
+            REFERENCE,
+            "one step per chunk, reads use the weights before the chunk (chunk_size=chunk, batch_size=chunk)",
             lambda settings: _build_reference(settings, settings.chunk_size),
             (*_REFERENCE_NOTES, "momentum and decay gates are averaged over a chunk"),
         ),
@@ -253,7 +254,7 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
-def choose_contenders(settings: BenchmarkSettings) -> tuple[list[Contender], list[str]]:
+def choose_contenders(settings: MemoryBenchmarkSettings) -> tuple[list[Contender], list[str]]:
     """The contenders that will run, and one sentence for everything worth knowing about the choice."""
     packages = {name: contender.package for name, contender in CONTENDERS.items()}
     names, notices = choose_names(packages, settings.only, reference_version())
@@ -265,81 +266,26 @@ def choose_contenders(settings: BenchmarkSettings) -> tuple[list[Contender], lis
             limit = "recurrent" if contender.name == "recurrent" else "reference"
             notices.append(f"{contender.name} is left out: no length is within {limit}_max_length.")
     if not chosen:
-        raise ValueError("lengths leave no contender to run: all are beyond the maximum length of the chosen ones.")
+        raise ValueError(
+            f"lengths is {', '.join(map(str, settings.lengths))}; expected one within the maximum of a chosen contender"
+        )
     return chosen, notices
 
 
-def chunked_flops(
-    *,
-    batch: int,
-    heads: int,
-    time: int,
-    widths: Sequence[int],
-    chunk_size: int,
-    momentum: bool = True,
-    bounded: bool = False,
-) -> int:
-    """Floating-point operations that one forward pass of the chunked rule needs (a multiply-add is two).
-
-    widths: input width, hidden widths and output width of the memory, so depth + 1 numbers. Only products of
-    matrices are counted; elementwise work is not. Per chunk of b tokens, and with n = 2 carries (W and S), or
-    n = 1 without momentum, a layer from width i to width o takes
-
-        keys       2 b i o       forward through the anchor; as much again backwards, except for the first
-        updates    2 b i o n     (coefficients * delta)^T h, once for W and once for S
-        reads      2 b i o n     x W^T and x S^T
-                   2 b^2 (i+o)   x h^T, and the weighted sum of deltas
-
-    and the coefficients P = Da De take 2 b^3 (counted dense) once a chunk, with momentum. The bounded
-    rule compares a chunk's keys with each other, 2 b^2 i more. The last chunk counts with the tokens that it has.
-    """
-    carries = 2 if momentum else 1
-
-    def one_chunk(tokens: int) -> int:
-        total = 2 * tokens**3 if momentum else 0
-        total += 2 * tokens**2 * widths[0] if bounded else 0
-        for layer, (wide_in, wide_out) in enumerate(pairwise(widths)):
-            unit = 2 * tokens * wide_in * wide_out
-            keys = unit if layer == 0 else 2 * unit
-            updates = carries * unit
-            reads = carries * unit + 2 * tokens**2 * (wide_in + wide_out)
-            total += keys + updates + reads
-        return total
-
-    whole, rest = divmod(time, chunk_size)
-    return batch * heads * (whole * one_chunk(chunk_size) + one_chunk(rest))
-
-
-def projection_flops(module: nn.Module, *, batch: int, time: int) -> int:
-    """Floating-point operations of all that a token passes outside the memory: linear layers and convolutions."""
-    total = 0
-    for part in module.modules():
-        if isinstance(part, nn.Linear):
-            total += 2 * part.weight.numel()
-        elif isinstance(conv := getattr(part, "conv", None), nn.Parameter):
-            total += 2 * conv.numel()  # depthwise: one multiply-add for each of its weights
-    return batch * time * total
-
-
-def _needed_flops(subject: Subject, name: str, settings: BenchmarkSettings, length: int, which: str) -> int | None:
-    """FLOPs a contender needs, None without a count; the backward of a product is two products."""
-    if name not in ("chunked", "chunked-op"):
+def needed_flops(name: str, settings: MemoryBenchmarkSettings, length: int, which: str) -> int | None:
+    """Operations that a pass of a contender needs, without what it recomputes; None: there is no formula for it."""
+    shape = settings.shape
+    if name == "chunked":
+        parts = list(memory_flops(shape, length, settings.batch).values())
+    elif name == "chunked-op":
+        parts = [rule_flops(dataclasses.replace(shape, bounded=False, forget_to="zero"), length, settings.batch)]
+    else:
         return None
-    flops = chunked_flops(
-        batch=settings.batch,
-        heads=settings.heads,
-        time=length,
-        widths=settings.widths,
-        chunk_size=settings.chunk_size,
-        bounded=bool(getattr(subject.module, "bounded", False)),
-    )
-    if subject.module is not None:
-        flops += projection_flops(subject.module, batch=settings.batch, time=length)
-    return flops if which == FORWARD else 3 * flops
+    return sum(part.forward + (part.backward if which == BOTH else 0) for part in parts)
 
 
 def run_pass(subject: Subject, inputs: tuple[Tensor, ...], which: str) -> Tensor:
-    """One call of `subject` on `inputs`; `which` is "forward" or "forward+backward". Returns the output."""
+    """The output of one call; ``which`` is "forward" or "forward+backward"."""
     if which == FORWARD:
         with torch.no_grad():
             return subject.forward(*inputs)
@@ -383,7 +329,7 @@ def gemm_flops_per_second(size: int = GEMM_SIZE, repeats: int = 3) -> float:
 
 
 def _memory_worker(job: dict[str, Any]) -> dict[str, Any]:
-    settings = BenchmarkSettings(**{**job["settings"], "only": ()})
+    settings = MemoryBenchmarkSettings(**{**job["settings"], "only": ()})
     torch.set_num_threads(settings.threads)
     subject = CONTENDERS[job["contender"]].build(settings)
     # Libraries, thread pools and autograd come alive at a short length, before the count starts.
@@ -393,8 +339,8 @@ def _memory_worker(job: dict[str, Any]) -> dict[str, Any]:
     return {"bytes": growth, "method": method}
 
 
-def measure_peak_memory(settings: BenchmarkSettings, name: str, length: int, which: str) -> dict[str, Any]:
-    """Peak growth of one call in a fresh process: {"bytes", "method"}, or {"error"} when it failed."""
+def measure_peak_memory(settings: MemoryBenchmarkSettings, name: str, length: int, which: str) -> dict[str, Any]:
+    """Peak growth of one call in a fresh process: {"bytes", "method"}, or {"error"} if it failed."""
     job = {"settings": dataclasses.asdict(settings), "contender": name, "length": length, "pass": which}
     return in_fresh_process(_memory_worker, job, settings.threads)
 
@@ -403,21 +349,21 @@ Key = tuple[str, int, str]  # contender, length, pass
 
 
 class _Run:
-    """One benchmark under way: the plan, how far it is, what failed, and what should be told."""
+    """A benchmark under way: the plan, how far it is, what failed, and what the reader should know."""
 
-    def __init__(self, settings: BenchmarkSettings, progress: Progress | None) -> None:
+    def __init__(self, settings: MemoryBenchmarkSettings, progress: Progress | None) -> None:
         self.settings, self.progress = settings, progress
         self.contenders, self.notices = choose_contenders(settings)
         self.plan = [(c, n) for n in settings.lengths for c in self.contenders if n in settings.lengths_of(c)]
         self.failed: dict[str, int] = {}
-        self.total = sum(len(PASSES) * (self.rounds(c) + settings.memory) for c, _ in self.plan)
+        self.total = sum(len(PASSES) * (self.rounds(c) + settings.peak_memory) for c, _ in self.plan)
         self.done = 0
 
     def rounds(self, contender: Contender) -> int:
         return min(self.settings.repeats, 2) if contender.name == "recurrent" else self.settings.repeats
 
     def step(self, what: str, contender: Contender, length: int, which: str) -> bool:
-        """Report the next step; False when the contender has failed at this length, or a shorter one."""
+        """Report the next step; False if the contender has failed at this length or a shorter one."""
         if self.progress is not None:
             self.progress(self.done, self.total, f"{what} {contender.name}, {length:,} tokens, {which}")
         self.done += 1
@@ -468,17 +414,17 @@ class _Run:
         return seconds, gemm
 
 
-def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure everything that `settings` asks for and return the report, a dict that is ready for JSON.
+def run_memory_benchmark(settings: MemoryBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON.
 
-    progress(done, total, what) is called before every step of work, and once at the end.
+    Args:
+        progress: called with (done, total, what) before every step, and once at the end.
     """
     run = _Run(settings, progress)
-    machine = machine_info(settings.threads)
-    run.notices += busy_notices(machine)
+    report = new_report("memory", settings, settings.threads)
 
     # Memory comes first, so that a length that does not fit ends a child process and not this one.
-    peaks = run.measure_memory() if settings.memory else {}
+    peaks = run.measure_memory() if settings.peak_memory else {}
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
@@ -493,7 +439,7 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
     for key, times in seconds.items():
         name, length, which = key
         times_of = timing(times, settings.batch * length)
-        flops = _needed_flops(subjects[name], name, settings, length, which)
+        flops = needed_flops(name, settings, length, which)
         peak = peaks.get(key, {})
         results.append(
             {
@@ -507,12 +453,8 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
                 "fraction_of_gemm": None if flops is None else flops / times_of["best_seconds"] / gemm,
             }
         )
-    return {
-        "benchmark": "memory",
-        "schema": SCHEMA,
-        "machine": machine,
-        "versions": {"titan-memory": titans.__version__, "titans-pytorch": reference_version()},
-        "settings": dataclasses.asdict(settings),
+    return report | {
+        "reference_version": reference_version(),
         "contenders": [
             {
                 "name": c.name,
@@ -527,7 +469,7 @@ def run_memory_benchmark(settings: BenchmarkSettings, progress: Progress | None 
         "results": results,
         "ratios": _ratios(results),
         "scaling": _scaling(results, settings.batch),
-        "notices": run.notices,
+        "notices": run.notices + report["notices"],
     }
 
 
@@ -536,9 +478,9 @@ def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     found = {(r["contender"], r["length"], r["pass"]): r for r in results}
     ratios = []
     for (name, length, which), ours in found.items():
-        if CONTENDERS[name].package == "titans-pytorch" or name == "chunked-op":
+        if CONTENDERS[name].package == REFERENCE or name == "chunked-op":
             continue
-        for other in ("titans-pytorch", "titans-pytorch-coarse"):
+        for other in (REFERENCE, COARSE):
             theirs = found.get((other, length, which))
             if theirs is None:
                 continue
@@ -557,9 +499,9 @@ def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
-    """Per contender and pass: speed at the longest length over that at 2048, and memory a token.
+    """For each contender and pass: speed at the longest length over that at 2048, and memory per token.
 
-    `bytes_per_token` is the slope of peak memory between the two longest lengths; `memory_growth` compares it
+    ``bytes_per_token`` is the slope of peak memory between the two longest lengths; ``memory_growth`` compares it
     with the slope before: linear (2/3 to 3/2 of it), sublinear or superlinear; None with fewer than three lengths.
     """
     rows = []
@@ -593,98 +535,98 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
     return rows
 
 
-def _title(report: dict[str, Any]) -> str:
-    settings = report["settings"]
-    return (
-        f"Neural memory: dim {settings['dim']}, {settings['heads']} heads, depth {settings['depth']}, "
-        f"chunk {settings['chunk_size']}, batch {settings['batch']} "
-        f"({machine_text(report['machine'])})"
-    )
-
-
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """Print times, memory, efficiency and scaling of a report, in tables 80 columns wide."""
+def sections(report: dict[str, Any]) -> list[Section]:
+    """Times, peak memory and scaling of a report, as text and tables."""
     found = {(r["contender"], r["length"], r["pass"]): r for r in report["results"]}
     ratios = {(r["contender"], r["against"], r["length"], r["pass"]): r for r in report["ratios"]}
     places = list(dict.fromkeys((name, length) for name, length, _ in found))
 
     def against(name: str, length: int, which: str, what: str) -> str:
-        pair = [ratios.get((name, a, length, which)) for a in ("titans-pytorch", "titans-pytorch-coarse")]
-        if pair == [None, None]:
-            return ""
-        return " / ".join(times_text(r[what] if r else None) for r in pair)
+        pair = [ratios.get((name, other, length, which)) for other in (REFERENCE, COARSE)]
+        return "" if pair == [None, None] else " / ".join(times_text(r[what] if r else None) for r in pair)
 
-    console.print(_title(report), style="bold", highlight=False)
-    for which in PASSES:
-        rows = []
-        for name, length in places:
-            if (result := found.get((name, length, which))) is not None:
-                times = (seconds_text(result[key]) for key in ("best_seconds", "median_seconds"))
-                speed = f"{result['tokens_per_second']:.0f}"
-                rows.append([name, str(length), *times, speed, against(name, length, which, "speed")])
-        print_table(console, f"Time, {which}", ("contender", "tokens", "best", "median", "tokens/s", "faster"), rows)
+    def time_rows(which: str) -> list[list[str]]:
+        return [
+            [
+                name,
+                f"{length:,}",
+                seconds_text(result["best_seconds"]),
+                seconds_text(result["median_seconds"]),
+                f"{result['tokens_per_second']:,.0f}",
+                against(name, length, which, "speed"),
+            ]
+            for name, length in places
+            if (result := found.get((name, length, which))) is not None
+        ]
 
-    if report["settings"]["memory"]:
-        rows = []
-        for name, length in places:
-            row = [name, str(length)]
-            for which in PASSES:
-                peak = found.get((name, length, which), {}).get("peak_growth_bytes")
-                row += [mebibytes_text(peak), against(name, length, which, "memory")]
-            rows.append(row)
-        headings = ("contender", "tokens", "fwd", "smaller", "fwd+bwd", "smaller")
-        print_table(console, "Peak growth of resident memory during one call, MiB", headings, rows)
+    header = ["contender", "tokens", "best", "median", "tokens/s", "faster"]
+    compared = f"Faster: than {REFERENCE} with chunk_size=1 (the rule of 'chunked') / than its coarse setting."
+    made = [
+        Section(
+            "Speed",
+            [compared] if ratios else [],
+            [dense(header, time_rows(which), f"Time of one call, {which}.") for which in PASSES],
+        )
+    ]
+    if report["settings"]["peak_memory"]:
+        rows = [
+            [name, f"{length:,}"]
+            + [
+                cell
+                for which in PASSES
+                for cell in (
+                    mebibytes_text(found.get((name, length, which), {}).get("peak_growth_bytes")),
+                    against(name, length, which, "memory"),
+                )
+            ]
+            for name, length in places
+        ]
+        header = ["contender", "tokens", "fwd", "smaller", "fwd+bwd", "smaller"]
+        made.append(Section("Peak memory", [], [dense(header, rows, "Growth of resident memory in one call, MiB.")]))
+    if report["scaling"]:
+        made.append(_scaling_section(report, found))
+    rows = [[c["name"], f"{c['parameters']:,}", c["rule"], "; ".join(c["notes"])] for c in report["contenders"]]
+    contenders = Table(["contender", "parameters", "rule", "how it differs from ours"], rows, "Contenders.")
+    return [*made, about(report, contenders)]
 
+
+def _scaling_section(report: dict[str, Any], found: dict[Key, dict[str, Any]]) -> Section:
     rows = []
     for row in report["scaling"]:
         fraction = found[row["contender"], row["to_length"], row["pass"]]["fraction_of_gemm"]
         rows.append(
             [
                 row["contender"],
-                {FORWARD: "fwd", BOTH: "fwd+bwd"}[row["pass"]],
+                row["pass"],
                 "" if fraction is None else f"{fraction:.1%}",
-                f"{row['speed_retained']:.2f}x of {row['from_length']}",
+                f"{row['speed_retained']:.2f}x of {row['from_length']:,}",
                 "" if row["bytes_per_token"] is None else f"{row['bytes_per_token'] / 1024:.1f}",
-                {"linear": "linear", "sublinear": "less", "superlinear": "more"}.get(row["memory_growth"], ""),
+                row["memory_growth"] or "",
             ]
         )
-    if rows:
-        headings = ("contender", "pass", "of GEMM", "speed kept", "KiB/token", "growth")
-        print_table(console, "At the longest length of each", headings, rows)
     gemm = report["gemm"]
-    console.print(
-        "faster, smaller: than titans-pytorch with chunk_size=1 (the rule of 'chunked') / when coarse.\n"
-        f"of GEMM: FLOPs that the rule needs per second, over {gemm['flops_per_second'] / 1e9:.1f} GFLOP/s "
-        f"of a {gemm['size']}^3 float32 product.\n"
-        "KiB/token: slope of peak memory between the two longest lengths; growth: linear, or less, or more.",
-        highlight=False,
+    words = (
+        "Of GEMM: operations per second that the rule needs, over the "
+        f"{gemm['flops_per_second'] / 1e9:.1f} GFLOP/s of a {gemm['size']}^3 float32 product. KiB/token: slope of peak "
+        "memory between the two longest lengths; growth compares it with the slope before."
     )
+    header = ["contender", "pass", "of GEMM", "speed kept", "KiB/token", "growth"]
+    return Section("At the longest length", [words], [dense(header, rows)])
 
 
-_COLOURS = {
-    "chunked": "#0072B2",
-    "exact": "#D55E00",
-    "recurrent": "#CC79A7",
-    "chunked-op": "#56B4E9",
-    "titans-pytorch": "#444444",
-    "titans-pytorch-coarse": "#999999",
-}
-
-
-def write_plot(report: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second against length, forward and forward+backward side by side, into `path`."""
-    figure, axes = speed_axes(len(PASSES), _title(report))
-    for axis, which in zip(axes, PASSES, strict=True):
-        for contender in report["contenders"]:
-            name = contender["name"]
-            runs = [r for r in report["results"] if r["contender"] == name and r["pass"] == which]
-            axis.plot(
-                [r["length"] for r in runs],
-                [r["tokens_per_second"] for r in runs],
-                marker="s" if contender["package"] == "titans-pytorch" else "o",
-                linestyle="--" if contender["package"] == "titans-pytorch" else "-",
-                color=_COLOURS[name],
-                label=name,
-            )
-        finish_speed_axis(axis, which, "tokens in the sequence", report["settings"]["lengths"])
-    save_speed_figure(figure, axes, path)
+def figures(report: dict[str, Any]) -> list[Figure]:
+    """Tokens per second against length, one picture per pass."""
+    made = []
+    for which in PASSES:
+        speeds = {
+            contender["name"]: {
+                r["length"]: r["tokens_per_second"]
+                for r in report["results"]
+                if (r["contender"], r["pass"]) == (contender["name"], which)
+            }
+            for contender in report["contenders"]
+        }
+        title = f"Speed of the neural memory, {which}"
+        lengths = report["settings"]["lengths"]
+        made.append(speed_figure(f"memory-{which.replace('+', '-')}", title, speeds, lengths, "tokens in the sequence"))
+    return made

@@ -1,5 +1,7 @@
 """Speed and peak memory of whole language models against length: ours, those of transformers, and titans-pytorch's MAC.
 
+    titans bench model --out runs/bench-model
+
 Every contender has the same width and about the same number of parameters, and does the same work: training (forward
 and backward of the next-token loss), prefill (reading a prompt into a cache), and decoding token by token far into a
 sequence. Timings are interleaved: each round runs every contender once, so that a busy minute hits all of them. Peak
@@ -19,47 +21,43 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import titans
 from titans.bench.timing import (
     REFERENCE,
     REFERENCE_MAX_STEP,
     Progress,
+    about,
     available_memory,
-    busy_notices,
-    check_at_least_one,
     check_lengths,
     check_names,
     choose_names,
-    finish_speed_axis,
+    dense,
     in_fresh_process,
     limit_memory,
-    machine_info,
-    machine_text,
     mebibytes_text,
+    new_report,
     peak_growth,
-    print_table,
     reference_memory_options,
     reference_version,
-    resident_bytes,
-    save_speed_figure,
     seconds_text,
-    speed_axes,
+    settled_bytes,
+    speed_figure,
     times_text,
     timing,
 )
 from titans.layers.memory import MODES
+from titans.report.page import Figure, Section, Table
+from titans.words import nearest, require_whole
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-SCHEMA = 1
+QUICK: dict[str, Any] = {
+    "dim": 64, "layers": 2, "window": 32, "segment": 32, "lengths": (64, 128), "decode_positions": (32, 64),
+    "decode_tokens": 4, "repeats": 1, "peak_memory": False,
+}  # fmt: skip
 TRAIN, PREFILL, DECODE = "train", "prefill", "decode"
 MEASURES = (TRAIN, PREFILL, DECODE)
 OURS = ("lmm", "mac", "mag", "mal")
@@ -75,20 +73,22 @@ MEMORY_SHARE = 0.75  # of what is free at the start, the most that a contender m
 
 @dataclass(frozen=True)
 class ModelBenchmarkSettings:
-    """What is measured; a value that cannot be measured raises ValueError with one sentence.
+    """What is measured; a value that cannot be measured raises a ValueError with one sentence.
 
-    dim, layers, heads, vocab_size: of every model; heads are those of the attention and of the memory
-    parameters: of every model, about; None: what MAC has with a feed-forward layer of 8/3 dim
-    memory_mode, memory_depth, chunk_size: rule, layers and chunk (exact: tile) of our memories; chunk None: the default
-    window, segment, persistent: tokens that MAG and MAL attend to, tokens of a MAC segment, persistent tokens
-    batch, lengths: sequences per call, and tokens per sequence in training and prefill
-    decode_positions, decode_tokens: where decoding is timed, and how many tokens a round decodes there
-    measures: what to measure, among train, prefill and decode
-    repeats, threads: rounds of timing, and CPU threads of every contender
-    only: names of the contenders to run, all of them when empty
-    max_seconds: the longest that one measurement may take, or the way to a position
-    max_memory: GiB that one measurement may take; None: three quarters of what is free at the start
-    memory: whether to measure peak memory (one fresh process a figure)
+    Attributes:
+        dim, layers, heads, vocab_size: of every model; heads are those of the attention and of the memory.
+        parameters: of every model, about; None: what MAC has with a feed-forward layer of 8/3 dim.
+        memory_mode, memory_depth, chunk_size: rule, layers and chunk (exact: tile) of our memories; chunk None: the
+            default.
+        window, segment, persistent: tokens that MAG and MAL attend to, tokens of a MAC segment, persistent tokens.
+        batch, lengths: sequences per call, and tokens per sequence in training and prefill.
+        decode_positions, decode_tokens: where decoding is timed, and how many tokens a round decodes there.
+        measures: what to measure, among train, prefill and decode.
+        repeats, threads: rounds of timing, and CPU threads of every contender.
+        only: names of the contenders to run; empty: all of them.
+        max_seconds: the longest that one measurement may take, or reading up to a position.
+        max_memory: GiB that one measurement may take; None: three quarters of what is free at the start.
+        peak_memory: whether to measure peak memory (one fresh process per figure).
     """
 
     dim: int = 256
@@ -112,29 +112,32 @@ class ModelBenchmarkSettings:
     only: tuple[str, ...] = ()
     max_seconds: float = 600.0
     max_memory: float | None = None
-    memory: bool = True
+    peak_memory: bool = True
 
     def __post_init__(self) -> None:
         counts = ("dim", "layers", "heads", "vocab_size", "memory_depth", "window", "segment", "batch")
         given = [name for name in ("parameters", "chunk_size") if getattr(self, name) is not None]
-        check_at_least_one(self, (*counts, *given, "decode_tokens", "repeats", "threads"))
-        if self.persistent < 0:
-            raise ValueError(f"persistent must be at least 0, got {self.persistent}.")
+        rounds = ("decode_tokens", "repeats", "threads")
+        require_whole(**{name: getattr(self, name) for name in (*counts, *given, *rounds)})
+        require_whole(0, persistent=self.persistent)
         if self.dim % self.heads or self.dim // self.heads % 2:
-            raise ValueError(f"heads must divide dim into an even width, got dim {self.dim} and heads {self.heads}.")
-        check_names("memory_mode", (self.memory_mode,), MODES, "a mode")
+            raise ValueError(
+                f"dim is {self.dim} and heads is {self.heads}; expected heads to divide dim into even widths"
+            )
+        if self.memory_mode not in MODES:
+            raise ValueError(f"memory_mode is {self.memory_mode!r}: {nearest(self.memory_mode, MODES)}")
         check_names("only", self.only, CONTENDERS)
         if not self.measures:
-            raise ValueError(f"measures must name at least one among {', '.join(MEASURES)}.")
-        check_names("measures", self.measures, MEASURES, "something")
+            raise ValueError(f"measures is empty; expected some of {', '.join(MEASURES)}")
+        check_names("measures", self.measures, MEASURES)
         for name in ("max_seconds", "max_memory"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ValueError(f"{name} must be a positive number, got {value}.")
+                raise ValueError(f"{name} is {value}; expected a positive number")
         for name in ("lengths", "decode_positions"):
             object.__setattr__(self, name, check_lengths(name, getattr(self, name)))
         if {TRAIN, PREFILL} & set(self.measures) and self.lengths[0] < 2:
-            raise ValueError(f"lengths must be at least 2, a token and the next, got {self.lengths[0]}.")
+            raise ValueError(f"lengths has {self.lengths[0]}; expected at least 2, a token and the next")
         for name in ("only", "measures"):
             object.__setattr__(self, name, tuple(getattr(self, name)))
 
@@ -143,7 +146,7 @@ class ModelBenchmarkSettings:
         return self.dim // self.heads
 
     def lengths_of(self, measure: str) -> tuple[int, ...]:
-        """The lengths, or positions, at which `measure` is taken."""
+        """The lengths, or positions, at which something is measured."""
         return self.decode_positions if measure == DECODE else self.lengths
 
 
@@ -151,9 +154,10 @@ class ModelBenchmarkSettings:
 class Subject:
     """A contender made ready to run.
 
-    logits: of all tokens, (batch, time) -> (batch, time, vocab_size), for training
-    read: tokens and a cache (None at the start) -> the logits of the last token, and the cache after it
-    whole_prompt: a prompt must be read in one call, and after it one token a call
+    Attributes:
+        logits: of all tokens, (batch, time) -> (batch, time, vocab_size), for training.
+        read: tokens and a cache (None at the start) -> the logits of the last token, and the cache after it.
+        whole_prompt: a prompt must be read in one call, and after it one token per call.
     """
 
     model: nn.Module
@@ -293,7 +297,7 @@ def _our_rule(settings: ModelBenchmarkSettings) -> str:
         where = "at the weights of the token before (the sequential rule, in parallel)"
     else:
         where = f"at the start of the token's chunk of {settings.chunk_size or CHUNK_SIZE}"
-    return f"one step a token, gradient {where}, every token reads after its own write"
+    return f"one step per token, gradient {where}, every token reads after its own write"
 
 
 def _ours(name: str, what: str) -> Contender:
@@ -323,7 +327,7 @@ CONTENDERS: dict[str, Contender] = {
         Contender(
             "mamba2",
             "transformers",
-            "a state space with one decay a head",
+            "a state space with one decay per head",
             partial(_build_transformers, name="mamba2"),
             notes=(_NO_KERNEL, "more layers than the others: it has no feed-forward layers"),
         ),
@@ -357,7 +361,7 @@ CONTENDERS: dict[str, Contender] = {
 def choose_contenders(settings: ModelBenchmarkSettings) -> tuple[list[Contender], list[str]]:
     """The contenders that will run, and one sentence for everything worth knowing about the choice."""
     if importlib.util.find_spec("transformers") is None:
-        raise ValueError("the models need transformers: pip install 'titan-memory[models]'.")
+        raise ValueError("the models need transformers: pip install 'titan-memory[models]'")
     packages = {name: contender.package for name, contender in CONTENDERS.items()}
     names, notices = choose_names(packages, settings.only, reference_version())
     return [CONTENDERS[name] for name in names], notices
@@ -387,20 +391,20 @@ def prefill(subject: Subject, ids: Tensor) -> tuple[Tensor, Any]:
 
 @torch.no_grad()
 def reach(subject: Subject, ids: Tensor, max_seconds: float = math.inf) -> tuple[Tensor, Any]:
-    """As `prefill`, in pieces where the model can; TimeoutError when that takes longer than `max_seconds`."""
+    """As ``prefill``, in pieces where the model can; a TimeoutError if that takes longer than ``max_seconds``."""
     subject.model.eval()
     start = time.perf_counter()
     cache = None
     for piece in ids.split(ids.shape[1] if subject.whole_prompt else PIECE, dim=1):
         if time.perf_counter() - start > max_seconds:
-            raise TimeoutError(f"the way there takes more than {max_seconds:.0f} s (max_seconds)")
+            raise TimeoutError(f"reading up to there takes more than {max_seconds:.0f} s (max_seconds)")
         logits, cache = subject.read(piece, cache)
     return logits, cache
 
 
 @torch.no_grad()
 def decode(subject: Subject, logits: Tensor, cache: Any, tokens: int) -> tuple[Tensor, Any]:
-    """Go on greedily for `tokens` tokens after the last one's logits: the logits after them, and the cache."""
+    """Decode ``tokens`` tokens greedily after the last one's logits: the logits after them, and the cache."""
     for _ in range(tokens):
         logits, cache = subject.read(logits[:, -1].argmax(dim=-1, keepdim=True), cache)
     return logits, cache
@@ -422,7 +426,7 @@ def _time_call(subject: Subject, measure: str, ids: Tensor) -> float:
 
 
 def _warm_up(subject: Subject, settings: ModelBenchmarkSettings, measure: str, length: int) -> None:
-    """Libraries, thread pools and autograd come alive at a short length, before anything counts."""
+    """Libraries, thread pools and autograd come alive at a short length, before anything is timed."""
     ids = make_ids(settings, min(length, 2 * settings.segment))
     if measure == DECODE:
         decode(subject, *reach(subject, ids), tokens=2)
@@ -444,7 +448,7 @@ def _probe_worker(job: dict[str, Any]) -> dict[str, Any]:
     ids = make_ids(settings, length)
     if job["max_memory"] is not None:
         limit_memory(job["max_memory"])
-    before, start = resident_bytes(), time.perf_counter()
+    before, start = settled_bytes(), time.perf_counter()
     try:
         if measure == DECODE:
             logits, cache = reach(subject, ids, settings.max_seconds)
@@ -466,12 +470,14 @@ def _probe_worker(job: dict[str, Any]) -> dict[str, Any]:
 def probe(
     settings: ModelBenchmarkSettings, name: str, measure: str, length: int, max_memory: int | None = None
 ) -> dict[str, Any]:
-    """One measurement in a fresh process: {"bytes", "method", "seconds"}, or {"error"} when it failed.
+    """One measurement in a fresh process: {"bytes", "method", "seconds"}, or {"error"} if it failed.
 
     bytes: peak growth of resident memory during the call; for decoding, growth since before the prompt was read, so
-        that the cache counts and the working memory of the prompt does not
-    seconds: of the call, or of the way to the position where decoding starts
-    max_memory: bytes that it may take
+        that the cache counts and the working memory of the prompt does not.
+    seconds: of the call, or of reading up to the position where decoding starts.
+
+    Args:
+        max_memory: bytes that it may take.
     """
     job = {"settings": dataclasses.asdict(settings), "contender": name, "measure": measure, "length": length}
     allowed = START_SECONDS + settings.max_seconds
@@ -484,14 +490,14 @@ def probe(
 def _quiet_transformers() -> None:
     from transformers.utils import logging
 
-    logging.set_verbosity_error()  # that kernels for a GPU are missing is said in the notes
+    logging.set_verbosity_error()  # the notes say that kernels for a GPU are missing
 
 
 Key = tuple[str, str, int]  # contender, measure, length
 
 
 class _Run:
-    """One benchmark under way: how far it is, what is known of the time that things take, what was left out and why."""
+    """A benchmark under way: how far it is, how long things are known to take, what was left out and why."""
 
     def __init__(self, settings: ModelBenchmarkSettings, progress: Progress | None) -> None:
         self.settings, self.progress = settings, progress
@@ -500,19 +506,19 @@ class _Run:
         self.left_out: dict[tuple[str, str], int] = {}
         self.known: dict[tuple[str, str], tuple[int, float]] = {}
         ways = sum(measure == DECODE for measure, _ in self.places)
-        self.total = len(self.contenders) * (len(self.places) * (settings.repeats + settings.memory) + ways)
+        self.total = len(self.contenders) * (len(self.places) * (settings.repeats + settings.peak_memory) + ways)
         self.done = 0
         self.subjects: dict[str, Subject] = {}
 
     def step(self, what: str, contender: Contender, measure: str, length: int) -> bool:
-        """Report the next step; False when it is left out."""
+        """Report the next step; False if it is left out."""
         if self.progress is not None:
             self.progress(self.done, self.total, f"{what} {contender.name}, {measure}, {length:,} tokens")
         self.done += 1
         return not self.is_out(contender, measure, length)
 
     def is_out(self, contender: Contender, measure: str, length: int) -> bool:
-        """Whether the contender gave up at this length or a shorter one, or would take too long for sure."""
+        """Whether the contender failed at this length or a shorter one, or is sure to take too long."""
         if length >= self.left_out.get((contender.name, measure), length + 1):
             return True
         if measure == DECODE and contender.package != REFERENCE:
@@ -520,7 +526,7 @@ class _Run:
         shorter, seconds = self.known.get((contender.name, PREFILL if measure == DECODE else measure), (length, 0.0))
         seconds *= length / shorter
         if seconds > self.settings.max_seconds:
-            took = "it took" if shorter == length else f"judged by {shorter} tokens it would take at least"
+            took = "it took" if shorter == length else f"judging by {shorter} tokens it would take at least"
             why = f"{took} {seconds:.0f} s, more than {self.settings.max_seconds:.0f} s (max_seconds)"
             self.leave_out(contender, measure, length, why)
             return True
@@ -529,7 +535,7 @@ class _Run:
     def leave_out(self, contender: Contender, measure: str, length: int, why: object) -> None:
         self.left_out[contender.name, measure] = length
         place = f"at position {length}" if measure == DECODE else f"at {length} tokens"
-        self.notices.append(f"{contender.name}, {measure}, is not measured further {place} and beyond: {why}.")
+        self.notices.append(f"{contender.name}, {measure}, is not measured {place} and beyond: {why}.")
 
     def measure_memory(self, max_memory: int | None) -> dict[Key, dict[str, Any]]:
         peaks = {}
@@ -555,7 +561,7 @@ class _Run:
                     self.leave_out(contender, measure, length, error)
 
     def rounds(self, places: Sequence[tuple[str, int]], call: Callable[[Key], float]) -> dict[Key, list[float]]:
-        """Seconds of `call` at every place, round by round, each round with every contender, in turning order."""
+        """Seconds of ``call`` at every place; every round runs every contender and starts with another one."""
         seconds: dict[Key, list[float]] = {}
         for number in range(self.settings.repeats):
             gc.collect()
@@ -598,7 +604,7 @@ class _Run:
         for measure, position in places:
             for contender in self.contenders:
                 subject = self.subjects[contender.name]
-                if not self.step("on the way:", contender, measure, position):
+                if not self.step("reading for", contender, measure, position):
                     continue
                 try:
                     at = reach(subject, make_ids(settings, position), settings.max_seconds)
@@ -617,13 +623,13 @@ class _Run:
 
 
 def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
-    """Measure everything that `settings` asks for and return the report, a dict that is ready for JSON.
+    """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON.
 
-    progress(done, total, what) is called before every step of work, and once at the end.
+    Args:
+        progress: called with (done, total, what) before every step, and once at the end.
     """
     run = _Run(settings, progress)
-    machine = machine_info(settings.threads)
-    run.notices += busy_notices(machine)
+    report = new_report("model", settings, settings.threads)
     free = available_memory()
     max_memory = None if free is None else int(MEMORY_SHARE * free)
     if settings.max_memory is not None:
@@ -631,7 +637,7 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | N
     _quiet_transformers()
 
     # Memory comes first, so that a length that does not fit ends a child process and not this one.
-    peaks = run.measure_memory(max_memory) if settings.memory else {}
+    peaks = run.measure_memory(max_memory) if settings.peak_memory else {}
     previous_threads = torch.get_num_threads()
     torch.set_num_threads(settings.threads)
     try:
@@ -659,16 +665,8 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | N
         )
     results.sort(key=lambda r: (MEASURES.index(r["measure"]), r["length"], list(CONTENDERS).index(r["contender"])))
     rules = {contender.name: contender.rule(settings) for contender in run.contenders}
-    return {
-        "benchmark": "model",
-        "schema": SCHEMA,
-        "machine": machine,
-        "versions": {
-            "titan-memory": titans.__version__,
-            "transformers": importlib.metadata.version("transformers"),
-            REFERENCE: reference_version(),
-        },
-        "settings": dataclasses.asdict(settings),
+    return report | {
+        "versions": {"transformers": importlib.metadata.version("transformers"), REFERENCE: reference_version()},
         "target_parameters": target_parameters(settings),
         "max_memory_bytes": max_memory,
         "contenders": [
@@ -692,7 +690,7 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | N
             {"contender": name, "measure": measure, "from_length": length}
             for (name, measure), length in run.left_out.items()
         ],
-        "notices": run.notices,
+        "notices": run.notices + report["notices"],
     }
 
 
@@ -722,10 +720,10 @@ def _ratios(results: list[dict[str, Any]], rules: dict[str, str | None]) -> list
 
 
 def find_crossings(results: list[dict[str, Any]], against: str = BASELINE) -> list[dict[str, Any]]:
-    """Per model of ours, the length from which on it trains faster than `against`, among the lengths that both ran.
+    """For each of our models, the length from which it trains faster than ``against``, among the lengths both ran.
 
     "length" lies between the last length where it was slower and the first from which on it was faster, on a straight
-    line between the two in logarithms; None when it was slower at the longest, or never (then it equals the shortest).
+    line between the two in logarithms: the shortest length if it was never slower, None if it is slower at the longest.
     """
     speeds: dict[str, dict[int, float]] = {}
     for r in results:
@@ -752,7 +750,7 @@ def find_crossings(results: list[dict[str, Any]], against: str = BASELINE) -> li
 
 
 def _decoding(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Per contender, speed and memory of decoding at each position over those at its first."""
+    """For each contender, speed and memory of decoding at each position over those at its first."""
     rows = []
     for name in dict.fromkeys(r["contender"] for r in results):
         runs = [r for r in results if r["contender"] == name and r["measure"] == DECODE]
@@ -770,50 +768,23 @@ def _decoding(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def _title(report: dict[str, Any]) -> str:
-    settings = report["settings"]
-    return (
-        f"Models: dim {settings['dim']}, {settings['layers']} layers, about {report['target_parameters'] / 1e6:.2f}M "
-        f"parameters, memory {settings['memory_mode']} of depth {settings['memory_depth']}, "
-        f"window {settings['window']}, segment {settings['segment']}, batch {settings['batch']} "
-        f"({machine_text(report['machine'])})"
-    )
-
-
-_HEADINGS = {
-    TRAIN: "Training: forward and backward of the next-token loss",
-    PREFILL: "Prefill: a prompt read into a cache",
-    DECODE: "Decoding after so many tokens",
+TITLES = {
+    TRAIN: ("Training", "Forward and backward of the next-token loss."),
+    PREFILL: ("Prefill", "A prompt read into a cache."),
+    DECODE: ("Decoding", "One token at a time, after so many tokens."),
 }
 
 
-def print_report(report: dict[str, Any], console: Console) -> None:
-    """Print the models, their speeds and memory, and where the curves cross, in tables 80 columns wide."""
+def sections(report: dict[str, Any]) -> list[Section]:
+    """The models, their speed and memory, and where the curves cross, as text and tables."""
     ratios = {(r["contender"], r["against"], r["measure"], r["length"]): r["speed"] for r in report["ratios"]}
     kept = {(r["contender"], r["to_position"]): r["speed_kept"] for r in report["decoding"]}
-    console.print(_title(report), style="bold", highlight=False)
-    rows = [
-        [c["name"], f"{c['parameters']:,}", str(c["layers"]), str(c["tokens_per_step"] or "")]
-        for c in report["contenders"]
-    ]
-    print_table(console, "Models", ("contender", "parameters", "layers", "tokens a step"), rows)
-    rules: dict[str, list[str]] = {}
-    for contender in report["contenders"]:
-        console.print(f"{contender['name']}: {contender['what']}.", highlight=False)
-        if contender["rule"]:
-            rules.setdefault(contender["rule"], []).append(contender["name"])
-    for rule, names in rules.items():
-        console.print(f"Update rule of {', '.join(names)}: {rule}.", highlight=False)
-    console.print()
-
+    made = []
     for measure in MEASURES:
         rows = []
-        for r in report["results"]:
-            if r["measure"] != measure:
-                continue
-            name, length = r["contender"], r["length"]
-            speed = r["tokens_per_second"]
-            row = [name, str(length), f"{speed:.0f}" if speed >= 100 else f"{speed:.1f}"]
+        for r in (r for r in report["results"] if r["measure"] == measure):
+            name, length, speed = r["contender"], r["length"], r["tokens_per_second"]
+            row = [name, f"{length:,}", f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"]
             if measure == DECODE:
                 tokens = report["settings"]["decode_tokens"]
                 row += [seconds_text(r["best_seconds"] / tokens), times_text(kept.get((name, length)))]
@@ -822,55 +793,50 @@ def print_report(report: dict[str, Any], console: Console) -> None:
             row += [times_text(ratios.get((name, other, measure, length))) for other in (BASELINE, REFERENCE_MAC)]
             rows.append([*row, mebibytes_text(r["peak_growth_bytes"])])
         if rows:
-            middle = ("a token", "kept") if measure == DECODE else ("median",)
-            headings = ("contender", "tokens", "tokens/s", *middle, "/Llama", "/t-p", "MiB")
-            print_table(console, _HEADINGS[measure], headings, rows)
-    console.print(
-        "/Llama, /t-p: speed over transformer++ and over titans-pytorch-mac, whose rule takes one step per "
-        f"{REFERENCE_STEP} tokens where ours takes one a token.\n"
-        "tokens/s: of the best round; median: of all rounds. kept: speed over that at the first position.\n"
-        "MiB: peak growth of resident memory during the call; for decoding, with the cache and without the work of "
-        "reading the prompt.",
-        highlight=False,
+            middle = ["per token", "kept"] if measure == DECODE else ["median"]
+            header = ["contender", "tokens", "tokens/s", *middle, "/Llama", "/t-p", "MiB"]
+            title, caption = TITLES[measure]
+            words = [" ".join(_crossing_words(report))] if measure == TRAIN and report["crossings"] else []
+            made.append(Section(title, words, [dense(header, rows, caption)]))
+    rows = [[c["name"], c["what"], c["rule"] or "", "; ".join(c["notes"])] for c in report["contenders"]]
+    return [*made, _legend(report), about(report, dense(["contender", "what it is", "update rule", "notes"], rows))]
+
+
+def _crossing_words(report: dict[str, Any]) -> list[str]:
+    return [
+        f"{each['contender']} trains faster than {each['against']} {each['text']}."
+        if each["length"] is not None
+        else f"{each['contender']} does not train faster than {each['against']}: {each['text']}."
+        for each in report["crossings"]
+    ]
+
+
+def _legend(report: dict[str, Any]) -> Section:
+    """The models, and what the columns mean."""
+    rows = [
+        [c["name"], f"{c['parameters']:,}", str(c["layers"]), str(c["tokens_per_step"] or "")]
+        for c in report["contenders"]
+    ]
+    words = (
+        f"/Llama, /t-p: speed over {BASELINE} and over {REFERENCE_MAC}, whose rule takes one step per "
+        f"{REFERENCE_STEP} tokens where ours takes one per token. tokens/s: of the best round; median: of all rounds. "
+        "kept: speed over that at the first position. MiB: peak growth of resident memory during the call; for "
+        "decoding, with the cache and without the work of reading the prompt."
     )
-    for crossing in report["crossings"]:
-        console.print(
-            f"{crossing['contender']} trains faster than {crossing['against']} {crossing['text']}."
-            if crossing["length"] is not None
-            else f"{crossing['contender']} does not train faster than {crossing['against']}: {crossing['text']}.",
-            highlight=False,
-        )
+    return Section("Models", [words], [Table(["contender", "parameters", "layers", "tokens per step"], rows)])
 
 
-_COLOURS = {
-    "lmm": "#009E73",
-    "mac": "#0072B2",
-    "mag": "#D55E00",
-    "mal": "#CC79A7",
-    BASELINE: "#000000",
-    "mamba2": "#E69F00",
-    "gated-deltanet-hybrid": "#56B4E9",
-    REFERENCE_MAC: "#888888",
-}
-
-
-def write_plot(report: dict[str, Any], path: Path) -> None:
-    """Draw tokens per second against length into `path`, one panel a measure, one line a contender."""
-    measures = [m for m in MEASURES if any(r["measure"] == m for r in report["results"])] or list(MEASURES[:1])
-    figure, axes = speed_axes(len(measures), _title(report))
-    for axis, measure in zip(axes, measures, strict=True):
-        for contender in report["contenders"]:
-            name = contender["name"]
-            runs = [r for r in report["results"] if r["contender"] == name and r["measure"] == measure]
-            axis.plot(
-                [r["length"] for r in runs],
-                [r["tokens_per_second"] for r in runs],
-                marker="o" if name in OURS else "s",
-                linestyle="-" if name in OURS else "--",
-                color=_COLOURS[name],
-                label=name,
-            )
-        label = "tokens before" if measure == DECODE else "tokens in the sequence"
-        ticks = report["settings"]["decode_positions" if measure == DECODE else "lengths"]
-        finish_speed_axis(axis, _HEADINGS[measure].split(":")[0], label, ticks)
-    save_speed_figure(figure, axes, path)
+def figures(report: dict[str, Any]) -> list[Figure]:
+    """Tokens per second against length, one picture per measure."""
+    made = []
+    for measure in MEASURES:
+        runs = [r for r in report["results"] if r["measure"] == measure]
+        if not runs:
+            continue
+        speeds: dict[str, dict[int, float]] = {c["name"]: {} for c in report["contenders"]}
+        for r in runs:
+            speeds[r["contender"]][r["length"]] = r["tokens_per_second"]
+        places = report["settings"]["decode_positions" if measure == DECODE else "lengths"]
+        axis = "tokens before" if measure == DECODE else "tokens in the sequence"
+        made.append(speed_figure(f"model-{measure}", TITLES[measure][0], speeds, places, axis))
+    return made

@@ -1,62 +1,87 @@
 """What the Trainer costs: tokens per second of `titans train` against a bare loop over the same model and batches.
 
-    python benchmarks/overhead.py --data data
+    titans bench overhead --out runs/bench-overhead
 
-The two take turns; each figure is the CPU time from the end of a round's first step to the end of its last, logging and
-looks at the memory included. Prints every round and the median of the ratios.
+The two take turns; each figure is CPU time between two steps of a run, logging and looks at the memory included.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import random
 import statistics
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
-from transformers import TrainerCallback
 
+from titans.bench.timing import Progress, about, answer_of, new_report
+from titans.files import METRICS
+from titans.report.page import Figure, Section, Table
+from titans.report.plots import Curve, plot_bars
 from titans.training.build import make_model
-from titans.training.callbacks import MetricsFile
+from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
 from titans.training.data import collate
-from titans.training.run import _arguments, make_rows, open_data
-from titans.training.trainer import MemoryTrainer
+from titans.training.prepare import prepare
+from titans.training.run import make_rows, open_data, train
+from titans.words import require_whole
+
+LENGTH, ROWS = 256, 4  # tokens of a sequence, sequences of a step
+TEXT = 200_000  # characters of the text that is made if no data are given
+QUICK: dict[str, Any] = {"size": "1m", "steps": 4, "rounds": 1}
 
 
-class Ends(TrainerCallback):
-    """When each step ended, in CPU time."""
+@dataclass(frozen=True)
+class OverheadBenchmarkSettings:
+    """What is trained; a value that cannot be trained raises a ValueError with one sentence.
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
+    Attributes:
+        data: a prepared folder; None: random letters.
+        model, size: as in a training config.
+        steps, rounds: steps of a run, and runs of each loop.
+        threads: CPU threads.
+    """
 
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        """One more."""
-        self.times.append(time.process_time())
+    data: str | None = None
+    model: str = "mag"
+    size: str = "1.5m"
+    steps: int = 30
+    rounds: int = 5
+    threads: int = 1
+
+    def __post_init__(self) -> None:
+        require_whole(3, steps=self.steps)
+        require_whole(rounds=self.rounds, threads=self.threads)
+
+    def config(self, data: str, output: str) -> TrainConfig:
+        """Of one run."""
+        return TrainConfig(
+            model={"name": self.model, "size": self.size}, data=data, output=output, length=LENGTH,
+            batch_tokens=ROWS * LENGTH, micro_batch=ROWS, steps=self.steps, learning_rate=1e-3,
+            log_every=self.steps // 3, eval_every=0, save_every=10 * self.steps, trackers=[],
+        )  # fmt: skip
 
 
-def with_trainer(config: TrainConfig, data: Any) -> float:
-    """Tokens per second of a run, as `titans train` does it."""
-    rows, model = make_rows(config, data, config.steps or 1), make_model(config, len(data.tokenizer), 256)
-    args = _arguments(config, Path(config.output), config.steps or 1, config.rows, 1, validates=False)
-    ends = Ends()
-    Path(config.output).mkdir(parents=True, exist_ok=True)
-    MemoryTrainer(config, model, args, rows, callbacks=[ends, MetricsFile(Path(config.output))]).train()
-    return config.batch_tokens * (len(ends.times) - 1) / (ends.times[-1] - ends.times[0])
+def with_trainer(config: TrainConfig) -> float:
+    """Tokens per second of `titans train`, between the first and the last line of its log."""
+    train(config)
+    lines = [line for line in read_metrics(Path(config.output) / METRICS) if "loss" in line]
+    first, last = lines[0], lines[-1]
+    steps, seconds = last["step"] - first["step"], last["cpu_seconds"] - first["cpu_seconds"]
+    return float(config.batch_tokens * steps / seconds)
 
 
-def bare(config: TrainConfig, data: Any) -> float:
-    """Tokens per second of the shortest loop that does the same to the weights."""
-    rows, model = make_rows(config, data, config.steps or 1), make_model(config, len(data.tokenizer), 256).train()
+def bare(config: TrainConfig) -> float:
+    """Tokens per second of the shortest loop that does the same to the weights, after its first step."""
+    data = open_data(config)
+    rows = make_rows(config, data, config.steps or 1)
+    model = make_model(config, data.vocab_size, data.end).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
     times = []
     for batch in DataLoader(rows, config.rows, collate_fn=collate):
@@ -69,32 +94,59 @@ def bare(config: TrainConfig, data: Any) -> float:
     return config.batch_tokens * (len(times) - 1) / (times[-1] - times[0])
 
 
-def main() -> None:
-    """Rounds of both, and the median."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="prepared folder")
-    parser.add_argument("--model", default="mag")
-    parser.add_argument("--size", default="1.5m")
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--rounds", type=int, default=5)
-    options = parser.parse_args()
-    ratios = []
+def _round(job: dict[str, Any]) -> dict[str, Any]:
+    """One run of each loop, in this process."""
+    settings = OverheadBenchmarkSettings(**job["settings"])
+    torch.set_num_threads(settings.threads)
+    config = settings.config(job["data"], job["output"])
+    found = {"trainer": with_trainer(config), "bare": bare(config)}
+    return found | {"ratio": found["trainer"] / found["bare"]}
+
+
+def run_overhead_benchmark(settings: OverheadBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+    """Time both loops in turns; returns the report, a dict that is ready for JSON.
+
+    Args:
+        progress: called with (done, total, what) before every round, and once at the end.
+    """
+    report = new_report("overhead", settings, settings.threads)
+    rounds = []
     with tempfile.TemporaryDirectory() as folder:
-        for number in range(options.rounds):
-            config = TrainConfig(
-                model={"name": options.model, "size": options.size}, data=options.data, output=f"{folder}/{number}",
-                length=256, batch_tokens=1024, micro_batch=4, steps=options.steps, learning_rate=1e-3,
-                save_every=10 * options.steps, trackers=[],
-            )  # fmt: skip
-            data = open_data(config)
-            pair = with_trainer(config, data), bare(config, data)
-            ratios.append(pair[0] / pair[1])
-            print(
-                f"round {number}: Trainer {pair[0]:,.0f}, bare loop {pair[1]:,.0f} tokens/s: {ratios[-1]:.3f}",
-                flush=True,
-            )
-    print(json.dumps({"median": statistics.median(ratios), "rounds": ratios}))
+        data = settings.data or str(_random_letters(Path(folder)))
+        for number in range(settings.rounds):
+            if progress is not None:
+                progress(number, settings.rounds, f"round {number + 1}")
+            job = {"settings": report["settings"], "data": data, "output": f"{folder}/{number}"}
+            rounds.append(answer_of(_round, job, settings.threads))
+    if progress is not None:
+        progress(settings.rounds, settings.rounds, "done")
+    return report | {"rounds": rounds, "median": statistics.median(each["ratio"] for each in rounds)}
 
 
-if __name__ == "__main__":
-    main()
+def _random_letters(folder: Path) -> Path:
+    text = "".join(random.Random(0).choices("abcdefghijklmnopqrstuvwxyz ", k=TEXT))
+    (folder / "text.txt").write_text(text, encoding="utf-8")
+    prepare([str(folder / "text.txt")], folder / "data")
+    return folder / "data"
+
+
+def sections(report: dict[str, Any]) -> list[Section]:
+    """Every round, and the median of the ratios, as text and tables."""
+    rows = [
+        [str(number), f"{each['trainer']:,.0f}", f"{each['bare']:,.0f}", f"{each['ratio']:.3f}"]
+        for number, each in enumerate(report["rounds"], 1)
+    ]
+    words = f"`titans train` runs at {report['median']:.1%} of the speed of a bare loop, the median of the rounds."
+    header = ["round", "titans train", "bare loop", "ratio"]
+    return [Section("Speed", [words], [Table(header, rows, "Tokens per CPU second.")]), about(report)]
+
+
+def figures(report: dict[str, Any]) -> list[Figure]:
+    """Tokens per second of both loops in every round."""
+    names = {"trainer": "titans train", "bare": "bare loop"}
+    bars = [
+        Curve(name, [each[key] for each in report["rounds"]], style=i) for i, (key, name) in enumerate(names.items())
+    ]
+    title = "Training speed: titans train and a bare loop"
+    words = [f"round {number}" for number in range(1, len(report["rounds"]) + 1)]
+    return [Figure("overhead", plot_bars(words, bars, title, "", "tokens per CPU second"), title)]

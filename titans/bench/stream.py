@@ -1,47 +1,42 @@
 """What a million tokens do to a memory: memory in use, speed, bounds, and whether it can still learn afterwards.
 
-    python benchmarks/streaming.py --out runs/streaming
-    python benchmarks/streaming.py --out runs/streaming --tokens 50000 --rows stream-exact-1 bounds-default-exact-1
+    titans bench stream --out runs/bench-stream
+    titans bench stream --out runs/bench-stream --tokens 100000 --only stream-exact-1,bounds-default-exact-1
 
 `stream` and `decode` read random tokens, in calls of 4,096 and one at a time: neither the process nor the time of a
-call may grow. Times are those of the processor, which other programs disturb least. `bounds` reads the streams of
-`STREAMS`, most of them made to break a memory, as the rows of one batch (every row has a state of its own), with
-parameters as they are at the start and with two sets that are harder to bear (`SETTINGS`); width 64 and one head keep
-it fast. Then it writes fresh tokens into the memory that has read all that, and counts how often each must be seen.
+call may grow. Times are processor time, which other programs disturb least. `bounds` reads the streams of `STREAMS`,
+most of them made to break a memory, as the rows of one batch (every row has a state of its own), with parameters as
+they are at the start and with two sets that are harder to bear (`SETTINGS`); width 64 and one head keep it fast. Then
+it writes fresh tokens into the memory that has read all that, and counts how often each must be seen.
 
-Every row runs in a process of its own, one after another. A finished one is a JSON file in the output folder, and is
-not run again. The tables are printed at the end and written to `table.md` beside them.
+Every run has a process of its own, one after another. A finished one is kept as JSON in the output folder and is not
+repeated.
 """
 
 from __future__ import annotations
 
-import argparse
 import copy
 import json
 import math
-import os
-import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from multiprocessing import get_context
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is loaded, here and in the processes that load this file
-
-import psutil
 import torch
 from torch import Tensor
 
 from titans import MemoryState, NeuralMemory
-from titans.files import write_atomically
+from titans.bench.timing import Progress, about, check_names, in_fresh_process, new_report, resident_bytes
+from titans.files import write_json
+from titans.report.page import Figure, Section, Table
+from titans.report.plots import Curve, plot_bars, plot_heat
+from titans.words import require_whole
 
-CALL = 4096  # tokens a call of `stream`
-BOUNDS_CALL = 512  # tokens a call of `bounds`: the norms are looked at after each
+BOUNDS_CALL = 512  # tokens per call of `bounds`: the norms are looked at after each
 WARM_UP = 10  # calls before memory in use is taken as a base
-DECODED = 20_000  # tokens of `decode`, at most
 MAX_GROWTH = 20.0  # MB
 MIN_SPEED = 0.9  # of the last tenth, over that of the first
 
@@ -61,10 +56,40 @@ MAX_EFFORT = 4  # times the presentations that a new memory needs
 SETTINGS = ("default", "fast", "wild")
 MODES, DEPTHS = ("exact", "chunked"), (1, 2)
 RULES = [(mode, depth) for mode in MODES for depth in DEPTHS]
-ROWS = [
+RUNS = (
     *(f"{kind}-{mode}-{depth}" for kind in ("stream", "decode") for mode, depth in RULES),
     *(f"bounds-{setting}-{mode}-{depth}" for setting in SETTINGS for mode, depth in RULES),
-]
+)
+QUICK: dict[str, Any] = {
+    "tokens": 4096, "decode_tokens": 200, "call": 128,
+    "only": ("stream-chunked-1", "decode-chunked-1", "bounds-default-exact-1"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StreamBenchmarkSettings:
+    """What is read; a value that cannot be measured raises a ValueError with one sentence.
+
+    Attributes:
+        tokens: length of every stream.
+        decode_tokens: tokens that are read one at a time.
+        call: tokens per call of the runs named stream.
+        only: the runs, among ``RUNS``; empty: all of them.
+    """
+
+    tokens: int = 1_000_000
+    decode_tokens: int = 20_000
+    call: int = 4096
+    only: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_names("only", self.only, RUNS)
+        require_whole(call=self.call)
+        chosen = self.only or RUNS
+        if any(run.startswith("stream") for run in chosen):
+            require_whole(2 * WARM_UP * self.call, tokens=self.tokens)
+        require_whole(BOUNDS_CALL, tokens=self.tokens)
+        require_whole(2 * WARM_UP, decode_tokens=self.decode_tokens)
 
 
 def make_memory(setting: str, mode: str, depth: int, dim: int = BOUNDS_DIM, seed: int = 0) -> NeuralMemory:
@@ -75,6 +100,7 @@ def make_memory(setting: str, mode: str, depth: int, dim: int = BOUNDS_DIM, seed
     """
     torch.manual_seed(seed)
     memory = NeuralMemory(dim, heads=1, depth=depth, mode=mode)
+    assert memory.to_gates is not None and memory.conv is not None
     with torch.no_grad():
         if setting == "fast":
             gates = {"theta": 12.0, "alpha": -12.0, "eta": math.log(99)}
@@ -94,14 +120,14 @@ Stream = Callable[[int, int], Tensor]
 
 
 def make_streams(memory: NeuralMemory, seed: int = 0) -> dict[str, Stream]:
-    """Ordinary input, and inputs that try to break `memory`; the last two are made for it."""
+    """Ordinary input, and inputs that try to break the memory; the last two are made for it."""
     generator = torch.Generator().manual_seed(1000 + seed)
     a, b = torch.randn(2, memory.dim, generator=generator)
     other = contradiction(memory, a)
     on, off = worst_rhythm(memory, a)
 
     def at(choose: Callable[[Tensor], Tensor], *vectors: Tensor) -> Stream:
-        """`choose` says which of the vectors stands at each position."""
+        """``choose`` says which of the vectors stands at each position."""
         return lambda start, length: torch.stack(vectors)[choose(torch.arange(start, start + length)).long()]
 
     def random(start: int, length: int) -> Tensor:
@@ -124,7 +150,7 @@ STREAMS = ("random", "constant", "alternating", "zeros", "large", "spikes", "res
 
 
 def contradiction(memory: NeuralMemory, x: Tensor) -> Tensor:
-    """A token of nearly the same key as `x` and of another value: x, moved where values change most and keys least."""
+    """A token with nearly the key of ``x`` and another value: x, moved where values change most and keys least."""
     _, key, value = (w.detach().double() for w in memory.to_qkv.weight.chunk(3))
     ridge = 1e-3 * torch.eye(memory.dim, dtype=torch.float64)
     factor = torch.linalg.cholesky(key.mT @ key + ridge)
@@ -135,8 +161,8 @@ def contradiction(memory: NeuralMemory, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def worst_rhythm(memory: NeuralMemory, x: Tensor) -> tuple[int, int]:
-    """How long to hold `x`, and then nothing, to make the state grow most: while held, momentum builds up, and then
-    nothing stops it."""
+    """How long to hold ``x``, and then nothing, to make the state grow most: momentum builds up while it is held, and
+    then nothing stops it."""
     pairs = [(on, off) for on in RHYTHMS for off in RHYTHMS]
     t = torch.arange(TUNING_TOKENS)
     held = torch.stack([t % (on + off) < on for on, off in pairs])
@@ -150,9 +176,9 @@ def worst_rhythm(memory: NeuralMemory, x: Tensor) -> tuple[int, int]:
 
 @torch.no_grad()
 def missing_after_writing(memory: NeuralMemory, state: MemoryState, tokens: Tensor) -> Tensor:
-    """Writes each of `tokens` (batch, dim) over and over into its row of `state`.
+    """Write each of ``tokens`` (batch, dim) over and over into its row of ``state``.
 
-    Returns which part of its value is missing before, and after each of `PRESENTATIONS`, (batch, 1 + presentations):
+    Returns which part of its value is missing before, and after each of ``PRESENTATIONS``, (batch, 1 + presentations):
     l(M; k, v) / ||v||^2 with the weights as they stand, which is 1 for an empty memory.
     """
     looking = copy.copy(memory)  # shares its parameters, and writes nothing
@@ -173,7 +199,7 @@ def missing_after_writing(memory: NeuralMemory, state: MemoryState, tokens: Tens
 
 
 def presentations_needed(missing: Tensor, target: Tensor) -> list[int | None]:
-    """From when on each row of `missing` stays below its target, as far as looked; None: never."""
+    """From which presentation on each row of ``missing`` stays below its target; None: from none that was tried."""
     needed: list[int | None] = []
     for row in (missing[:, 1:] <= target.unsqueeze(1)).tolist():
         late = max((i for i, learned in enumerate(row) if not learned), default=-1) + 1
@@ -182,13 +208,13 @@ def presentations_needed(missing: Tensor, target: Tensor) -> list[int | None]:
 
 
 def relearn(memory: NeuralMemory, state: MemoryState, seed: int = 0) -> dict[str, Any]:
-    """Fresh random tokens written into each row of `state`, and into a new memory, which sets the standard.
+    """Write fresh random tokens into each row of ``state``, and into a new memory, which sets the standard.
 
-    A token counts as learned when a tenth of its value is missing, or twice of what a new memory ends with if that is
-    more (forgetting goes on while it is written). A row learns if, within `MAX_EFFORT` times the presentations that a
-    new memory needs, every token is learned or its loss has fallen by `FALL`: what a stream left behind may take time
-    to overwrite, but not more than in proportion. Tokens that a new memory does not take in are no probes, and the
-    convolutions start empty in both.
+    A token counts as learned when a tenth of its value is missing, or twice what a new memory ends with if that is more
+    (forgetting goes on while it is written). A row learns if, within ``MAX_EFFORT`` times the presentations that a new
+    memory needs, every token is learned or its loss has fallen by ``FALL``: what a stream left behind may take time to
+    overwrite, but only in proportion. Tokens that a new memory does not take in are no probes, and the convolutions
+    start empty in both.
     """
     tokens = torch.randn(64, memory.dim, generator=torch.Generator().manual_seed(2000 + seed))
     new = missing_after_writing(memory, memory.init_state(len(tokens)).detach(), tokens)
@@ -213,8 +239,8 @@ def relearn(memory: NeuralMemory, state: MemoryState, seed: int = 0) -> dict[str
 
 
 @torch.no_grad()
-def run_bounds(memory: NeuralMemory, tokens: int, seed: int = 0, progress: bool = False) -> dict[str, Any]:
-    """Reads all streams side by side, up to the end of the last whole chunk, and then fresh tokens."""
+def run_bounds(memory: NeuralMemory, tokens: int, seed: int = 0) -> dict[str, Any]:
+    """Read all streams side by side, up to the end of the last whole chunk, and then fresh tokens."""
     tokens -= tokens % CHUNK
     streams = make_streams(memory, seed)
     rows = len(streams)
@@ -232,8 +258,6 @@ def run_bounds(memory: NeuralMemory, tokens: int, seed: int = 0, progress: bool 
         for name, value in now.items():
             finite &= value.isfinite()
             largest[name] = torch.maximum(largest[name], value)
-        if progress and start // BOUNDS_CALL % 200 == 0:
-            print(f"  {start:,} of {tokens:,} tokens, {sum(seconds):.0f} s", file=sys.stderr, flush=True)
     last = {f"last_{name}": norm.amax((0, 2)) for name, norm in state.norms().items()}
     learned = relearn(memory, state.detach(), seed)
     result: dict[str, Any] = {"streams": {}, "speed": _speed(seconds)}
@@ -246,10 +270,9 @@ def run_bounds(memory: NeuralMemory, tokens: int, seed: int = 0, progress: bool 
 
 
 @torch.no_grad()
-def run_stream(memory: NeuralMemory, tokens: int, call: int, progress: bool = False) -> dict[str, Any]:
-    """Reads random tokens in calls of `call`; growth is that of the process, after a warm-up, in MB."""
+def run_stream(memory: NeuralMemory, tokens: int, call: int) -> dict[str, Any]:
+    """Read random tokens in calls of ``call``; growth is that of the process, after a warm-up, in MB."""
     generator = torch.Generator().manual_seed(0)
-    process = psutil.Process()
     state = memory.init_state(1)
     seconds, resident, base = [], 0, 0
     finite = True
@@ -260,11 +283,9 @@ def run_stream(memory: NeuralMemory, tokens: int, call: int, progress: bool = Fa
         if x.shape[1] == call:
             seconds.append(time.process_time() - before)
         finite &= bool(y.isfinite().all())
-        now = process.memory_info().rss
+        now = resident_bytes()
         base = now if index < WARM_UP else base
         resident = max(resident, now)
-        if progress and index % max(1, tokens // call // 10) == 0:
-            print(f"  {start:,} of {tokens:,} tokens, {now / 1e6:.0f} MB", file=sys.stderr, flush=True)
     return {
         "growth": (resident - base) / 1e6,
         "speed": _speed(seconds),
@@ -274,7 +295,7 @@ def run_stream(memory: NeuralMemory, tokens: int, call: int, progress: bool = Fa
 
 
 def _speed(seconds: list[float]) -> float:
-    """Speed of the last tenth of the calls over that of the first, by the median call; the warm-up is left out."""
+    """Speed of the last tenth of the calls over that of the first, by the median call, after the warm-up."""
     seconds = seconds[WARM_UP:] or seconds
     tenth = max(1, len(seconds) // 10)
     return median(seconds[:tenth]) / median(seconds[-tenth:])
@@ -287,82 +308,125 @@ def _numbers(x: Tensor) -> Any:
     return float(x) if bool(x.isfinite()) else str(float(x))
 
 
-# Rows, files and tables.
+# Runs, files and tables.
 
 
-def run_row(row: str, tokens: int) -> dict[str, Any]:
-    """One row of the tables, in this process."""
+def _run(job: dict[str, Any]) -> dict[str, Any]:
+    """One run, in this process."""
     torch.set_num_threads(1)
-    kind, *setting, mode, depth = row.split("-")
-    if kind == "bounds":
-        return run_bounds(make_memory(setting[0], mode, int(depth)), tokens, progress=True)
-    torch.manual_seed(0)
-    memory = NeuralMemory(256, heads=4, depth=int(depth), mode=mode)
-    if kind == "stream":
-        return run_stream(memory, tokens, CALL, progress=True)
-    return run_stream(memory, min(tokens, DECODED), 1, progress=True)
-
-
-def run_to_file(path: Path, row: str, tokens: int) -> None:
-    """Runs a row and leaves the outcome at `path`."""
     start = time.perf_counter()
-    result = {"row": row, "tokens": tokens, **run_row(row, tokens), "seconds": round(time.perf_counter() - start, 1)}
-    write_atomically(path, json.dumps(result, indent=2, allow_nan=False).encode() + b"\n")
+    kind, *setting, mode, depth = job["run"].split("-")
+    if kind == "bounds":
+        found = run_bounds(make_memory(setting[0], mode, int(depth)), job["tokens"])
+    else:
+        torch.manual_seed(0)
+        memory = NeuralMemory(256, heads=4, depth=int(depth), mode=mode)
+        tokens, call = (job["tokens"], job["call"]) if kind == "stream" else (job["decode_tokens"], 1)
+        found = {"read": tokens, **run_stream(memory, tokens, call)}
+    return {**job, **found, "seconds": round(time.perf_counter() - start, 1)}
 
 
-def load_run(path: Path, tokens: int) -> dict[str, Any] | None:
-    """The finished run at `path`; none if there is no such file, or if it is of another length."""
-    if not path.is_file():
+def _kept(path: Path, job: dict[str, Any]) -> dict[str, Any] | None:
+    """The finished run of a file, if it was made with the same settings."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
         return None
-    result: dict[str, Any] = json.loads(path.read_text())
-    return result if result["tokens"] == tokens else None
+    return found if all(found.get(name) == value for name, value in job.items()) else None
 
 
-def tables(results: list[dict[str, Any]]) -> str:
-    """Markdown: what flows, then what is bounded."""
-    flows = [r for r in results if "growth" in r]
-    bounds = [r for r in results if "streams" in r]
-    lines: list[str] = []
+def run_stream_benchmark(
+    settings: StreamBenchmarkSettings, progress: Progress | None = None, out: Path | None = None
+) -> dict[str, Any]:
+    """Run everything that the settings ask for; returns the report, a dict that is ready for JSON.
+
+    Args:
+        progress: called with (done, total, what) before every run, and once at the end.
+        out: folder where finished runs are kept, each as a file; None: they are not.
+    """
+    report = new_report("stream", settings, threads=1)
+    chosen = settings.only or RUNS
+    runs = []
+    for index, name in enumerate(chosen):
+        if progress is not None:
+            progress(index, len(chosen), name)
+        job = {"run": name, "version": report["version"], **asdict(settings)}
+        del job["only"]
+        path = None if out is None else out / "runs" / f"{name}.json"
+        done = None if path is None else _kept(path, job)
+        if done is None:  # what one run leaves in the allocator is not the next one's growth
+            done = in_fresh_process(_run, job, threads=1)
+            if "error" in done:
+                report["notices"].append(f"{name} failed: {done['error']}.")
+                continue
+            if path is not None:
+                write_json(path, done)
+        runs.append(done)
+    if progress is not None:
+        progress(len(chosen), len(chosen), "done")
+    return report | {"runs": runs}
+
+
+def sections(report: dict[str, Any]) -> list[Section]:
+    """What is read at a constant cost, then what stays bounded, as text and tables."""
+    flows, bounds = _flows(report), _bounds(report)
+    made = []
     if flows:
-        lines += [
-            f"Growth after {WARM_UP} calls below {MAX_GROWTH:.0f} MB, last tenth at least {MIN_SPEED} times as fast as "
-            "the first:",
-            "",
-            "| run | tokens | growth, MB | speed, last / first | tokens/s | passes |",
-            "|---|---|---|---|---|---|",
-        ]
-        for r in flows:
-            length = min(r["tokens"], DECODED) if r["row"].startswith("decode") else r["tokens"]
-            passes = r["growth"] < MAX_GROWTH and r["speed"] >= MIN_SPEED and r["finite"]
-            lines.append(
-                f"| {r['row']} | {length:,} | {r['growth']:.1f} | {r['speed']:.2f} | {r['tokens_per_second']:,} | "
-                f"{_verdict(passes)} |"
-            )
-        lines.append("")
+        words = (
+            f"A run passes if the process grows by less than {MAX_GROWTH:.0f} MB after {WARM_UP} calls, and if the "
+            f"last tenth of the calls is at least {MIN_SPEED} times as fast as the first (last / first)."
+        )
+        header = ["run", "tokens", "growth, MB", "last / first", "tokens/s", "passes"]
+        rows = [
+            [r["run"], f"{r['read']:,}", f"{r['growth']:.1f}", f"{r['speed']:.2f}", f"{r['tokens_per_second']:,}",
+             _verdict(r["growth"] < MAX_GROWTH and r["speed"] >= MIN_SPEED and r["finite"])]
+            for r in flows
+        ]  # fmt: skip
+        made.append(Section("Memory in use and speed", [words], [Table(header, rows)]))
     if bounds:
-        lines += [
-            "Everything finite, and fresh tokens are learned afterwards: presentations until a tenth of a value is "
-            f"missing (or twice of what a new memory misses in the end), {PROBES} tokens. A row passes if they are at "
-            f"most {MAX_EFFORT} times those of a new memory, or if the loss has fallen by {FALL} by then:",
-            "",
-            "| run | stream | finite | largest norm: weights | momentum | output | missing before | presentations "
-            "| new memory | speed, last / first | passes |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
+        words = (
+            f"After each stream, {PROBES} fresh tokens are written until a tenth of a value is missing (or twice what "
+            "a new memory misses in the end); needed are so many presentations of each. A stream passes if everything "
+            f"is finite and if that takes at most {MAX_EFFORT} times as many as in a new memory, or if the loss has "
+            f"fallen {FALL} times by then. Weights, momentum and output: their largest norms."
+        )
+        header = ["stream", "passes", "weights", "momentum", "output", "missing", "needed"]
+        tables = [
+            Table(
+                header,
+                _bounds_rows(r),
+                f"{r['run'].removeprefix('bounds-')}: a new memory needs {_counts(r['new'])}; last / first: "
+                f"{r['speed']:.2f}.",
+            )
+            for r in bounds
         ]
-        for r in bounds:
-            for name, s in r["streams"].items():
-                figures = " | ".join(_figure(s[key]) for key in ("weights", "momentum", "output"))
-                row = r["row"].removeprefix("bounds-")
-                learned = f"{_figure(_worst(s['missing']))} | {_counts(s['needed'])} | {_counts(r['new'])}"
-                passes = _verdict(s["finite"] and s["learns"])
-                finite, speed = _verdict(s["finite"]), f"{r['speed']:.2f}"
-                lines.append(f"| {row} | {name} | {finite} | {figures} | {learned} | {speed} | {passes} |")
-        lines.append("")
-    return "\n".join(lines)
+        made.append(Section("Bounds, and learning afterwards", [words], tables))
+    return [*made, about(report)]
+
+
+def _flows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [r for r in report["runs"] if "growth" in r]
+
+
+def _bounds(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [r for r in report["runs"] if "streams" in r]
+
+
+def _bounds_rows(run: dict[str, Any]) -> list[list[str]]:
+    return [
+        [
+            name,
+            _verdict(s["finite"] and s["learns"]),
+            *(_figure(s[key]) for key in ("weights", "momentum", "output")),
+            _figure(_worst(s["missing"])),
+            _counts(s["needed"]),
+        ]
+        for name, s in run["streams"].items()
+    ]
 
 
 def _verdict(passes: bool) -> str:
-    return "yes" if passes else "**no**"
+    return "yes" if passes else "NO"
 
 
 def _figure(value: float | str) -> str:
@@ -377,36 +441,29 @@ def _counts(counts: list[int | None]) -> str:
     return ", ".join("never" if count is None else str(count) for count in counts)
 
 
-def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    """The command line; a wrong one ends with a sentence and exit code 2."""
-    parser = argparse.ArgumentParser(description="What a million tokens do to a memory.")
-    parser.add_argument("--tokens", type=int, default=1_000_000, help="length of every stream")
-    parser.add_argument("--rows", nargs="+", default=ROWS, choices=ROWS, metavar="ROW", help=", ".join(ROWS))
-    parser.add_argument("--out", type=Path, default=Path("runs/streaming"), help="folder for the finished runs")
-    chosen = parser.parse_args(arguments)
-    if chosen.tokens < 2 * WARM_UP * CALL and any(row.startswith("stream") for row in chosen.rows):
-        parser.error(f"--tokens must be at least {2 * WARM_UP * CALL} for the rows of stream, got {chosen.tokens}")
-    if chosen.tokens < BOUNDS_CALL:
-        parser.error(f"--tokens must be at least {BOUNDS_CALL}, got {chosen.tokens}")
-    return chosen
+def figures(report: dict[str, Any]) -> list[Figure]:
+    """Growth of every run that is read at a constant cost, and the effort of learning after every stream."""
+    flows, bounds = _flows(report), _bounds(report)
+    made = []
+    if flows:
+        title = f"Growth of the process, at most {MAX_GROWTH:.0f} MB allowed"
+        bars = [Curve("growth", [r["growth"] for r in flows])]
+        png = plot_bars([r["run"] for r in flows], bars, title, "run", "MB")
+        made.append(Figure("stream-growth", png, title))
+    if bounds:
+        title = "Presentations to learn a fresh token after a stream, over those of a new memory"
+        values = [[_effort(s["needed"], r["new"]) for s in r["streams"].values()] for r in bounds]
+        png = plot_heat(
+            STREAMS, [r["run"].removeprefix("bounds-") for r in bounds], values, title, "stream", "memory",
+            "times a new memory's", lambda value: f"{value:.2g}", (1.0, float(MAX_EFFORT)),
+        )  # fmt: skip
+        made.append(Figure("stream-learning", png, title))
+    return made
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Run what is missing, then print the tables."""
-    chosen = parse_arguments(arguments)
-    chosen.out.mkdir(parents=True, exist_ok=True)
-    for row in chosen.rows:
-        path = chosen.out / f"{row}.json"
-        if load_run(path, chosen.tokens) is not None:
-            continue
-        print(row, file=sys.stderr, flush=True)
-        with get_context("spawn").Pool(1) as pool:  # what one row leaves in the allocator is not the next one's growth
-            pool.apply(run_to_file, (path, row, chosen.tokens))
-    results = [load_run(chosen.out / f"{row}.json", chosen.tokens) for row in chosen.rows]
-    text = tables([result for result in results if result is not None])
-    write_atomically(chosen.out / "table.md", text.encode())
-    print(text)
-
-
-if __name__ == "__main__":
-    main()
+def _effort(needed: list[int | None], standard: list[int | None]) -> float | None:
+    """The largest ratio of presentations; None: a token was not learned."""
+    pairs = list(zip(needed, standard, strict=True))
+    if not pairs or any(own is None for own, _ in pairs):
+        return None
+    return max((own or 0) / (base or PRESENTATIONS[-1]) for own, base in pairs)

@@ -1,49 +1,71 @@
 """How fast is a text memory with many records, and does its index find what exact search finds?
 
-Cuts a folder of text files into sentences, remembers them (a session a file, one user), and asks with the beginnings of
-sentences that are not among them. Prints and writes: writes per second, one by one and in a batch; the time of a search
-beside the time of encoding its question; the share of the nearest ten that the index finds; the time of a deletion and
-of opening the store. Vectors are kept in the folder, so that a second run only measures.
+    titans bench text BOOKS --out runs/bench-text
 
-    python benchmarks/text_memory.py BOOKS --out runs/text-memory
+Cuts a folder of text files into sentences, remembers them (one session per file, one user), and asks with the
+beginnings of sentences that are not among them. Measured are: writes per second, one by one and in a batch; the time of
+a search beside the time of encoding its question; the share of the nearest ten that the index finds; the time of a
+deletion and of opening the store. Vectors are kept in the output folder, so that a second run only measures.
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
-import json
 import random
 import re
-import shutil
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from titans.files import write_atomically
-from titans.text.encoder import TextEncoder
+from titans.bench.timing import Progress, about, new_report, seconds_text, work_folder
+from titans.report.page import Figure, Section, Table
+from titans.report.plots import Curve, plot_bars
+from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.index import Selection, nearest_exact
 from titans.text.memory import Memory
+from titans.words import require_whole
 
 LONGEST = 300  # characters; longer sentences are cut at a comma or semicolon
 SHORT = 60  # characters of a short text, such as a line of a conversation
+WARM_UP = 5  # questions before the first that is timed
+NEAREST = 10
+PART = 1000  # sentences that are written at a time
 USER = "reader"
+WRITES = {"sentences": "with_encoding", "short texts": "short_with_encoding", "known vectors": "without_encoding"}
+QUICK: dict[str, Any] = {"records": 200, "queries": 10, "batch": 20}
 
 
-class KnownEncoder(TextEncoder):
-    """The encoder, with the vectors of some texts known before."""
+@dataclass(frozen=True)
+class TextBenchmarkSettings:
+    """What is remembered and asked; a value that cannot be measured raises a ValueError with one sentence.
 
-    known: dict[str, np.ndarray]
+    Attributes:
+        texts: a folder of text files.
+        records: sentences to remember.
+        queries: searches that are timed.
+        batch: texts of the comparison between one by one and a batch.
+        threads: CPU threads; None: PyTorch's choice.
+    """
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """Unit vectors (n, width)."""
-        if all(text in self.known for text in texts):
-            return np.stack([self.known[text] for text in texts])
-        return super().encode(texts)
+    texts: str
+    records: int = 100_000
+    queries: int = 300
+    batch: int = 1000
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        require_whole(2, records=self.records)
+        require_whole(queries=self.queries, batch=self.batch)
+        if self.threads is not None:
+            require_whole(threads=self.threads)
+        if not Path(self.texts).is_dir():
+            raise ValueError(f"texts is {self.texts}, which is no folder; expected a folder of .txt files")
 
 
 def sentences(file: Path) -> list[str]:
@@ -63,39 +85,23 @@ def sentences(file: Path) -> list[str]:
     return [part for part in parts if 12 <= len(part) <= 4 * LONGEST and part.isprintable()]
 
 
-def cut(folder: Path, many: int, queries: int) -> tuple[list[tuple[str, str]], list[str]]:
+def cut(folder: Path, records: int, queries: int) -> tuple[list[tuple[str, str]], list[str]]:
     """(file, sentence) pairs without repetitions, and questions: the beginnings of other sentences."""
     found: dict[str, str] = {}
     for file in sorted(folder.glob("**/*.txt")):
         for sentence in sentences(file):
             found.setdefault(sentence, file.stem)
     pairs = [(name, sentence) for sentence, name in found.items()]
+    if len(pairs) < records + queries:
+        raise ValueError(
+            f"{folder} has {len(pairs):,} different sentences; expected at least {records + queries:,}, "
+            "or ask for fewer records or queries"
+        )
     draw = random.Random(0)
     asked = set(draw.sample(range(len(pairs)), queries))
     kept = [pair for index, pair in enumerate(pairs) if index not in asked]
-    if len(kept) < many:
-        raise SystemExit(f"{folder} has {len(kept):,} sentences; expected at least {many:,}")
     questions = [" ".join(pairs[index][1].split()[: draw.randint(5, 12)]) for index in sorted(asked)]
-    return sorted(draw.sample(kept, many)), questions
-
-
-def vectors_of(encoder: TextEncoder, texts: list[str], out: Path) -> tuple[np.ndarray, float | None]:
-    """The vectors of all texts, and how many were made in a second; None if they were in the folder."""
-    digest = hashlib.sha256("\n".join([encoder.fingerprint, *texts]).encode()).hexdigest()[:16]
-    file = out / f"vectors-{digest}.npy"
-    if file.is_file():
-        return np.load(file), None
-    parts, start = [], time.perf_counter()
-    for first in range(0, len(texts), 2000):
-        parts.append(encoder.encode(texts[first : first + 2000]))
-        rate = (first + len(parts[-1])) / (time.perf_counter() - start)
-        print(f"\rencoded {first + len(parts[-1]):,} of {len(texts):,}, {rate:.0f} a second", end="", flush=True)
-    print()
-    matrix = np.concatenate(parts)
-    with (out / "vectors.tmp").open("wb") as stream:
-        np.save(stream, matrix)
-    (out / "vectors.tmp").replace(file)
-    return matrix, rate
+    return sorted(draw.sample(kept, records)), questions
 
 
 def seconds(work: Callable[[], Any]) -> float:
@@ -105,53 +111,53 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def batches(encoder: TextEncoder, texts: list[str], out: Path) -> dict[str, float]:
-    """Writes per second, one by one and in a batch, with the encoding or with vectors that are known."""
-    folder = out / "batches"
-    shutil.rmtree(folder, ignore_errors=True)
-    with Memory(folder / "one", encoder=encoder) as one, Memory(folder / "many", encoder=encoder) as many:
+def compare_writes(encoder: TextEncoder, texts: list[str], folder: Path) -> dict[str, float]:
+    """Writes per second, one by one and in a batch; both leave the same memory behind."""
+    with (
+        tempfile.TemporaryDirectory(dir=folder) as store,
+        Memory(Path(store) / "one", encoder=encoder) as one,
+        Memory(Path(store) / "many", encoder=encoder) as many,
+    ):
         one.add(texts[0])
         many.add(texts[0])
         single = seconds(lambda: [one.add(text) for text in texts])
         batch = seconds(lambda: many.add_many(texts))
         assert one.neural.pack(one.scope_memory()) == many.neural.pack(many.scope_memory())
-    shutil.rmtree(folder)
-    return {"one_by_one": len(texts) / single, "batch": len(texts) / batch, "speedup": single / batch}
+    return {"one_by_one": len(texts) / single, "batch": len(texts) / batch}
 
 
-def build(encoder: TextEncoder, pairs: list[tuple[str, str]], folder: Path) -> float:
-    """A store of all sentences; returns how many were written in a second, without encoding."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with Memory(folder, encoder=encoder) as memory:
-        start = time.perf_counter()
-        done = 0
-        for name in sorted({name for name, _ in pairs}):
-            texts = [text for other, text in pairs if other == name]
-            for first in range(0, len(texts), 1000):
-                done += len(memory.add_many(texts[first : first + 1000], user=USER, session=name))
-                rate = done / (time.perf_counter() - start)
-                print(f"\rwritten {done:,} of {len(pairs):,}, {rate:.0f} a second", end="", flush=True)
-    print()
-    return rate
+def build(encoder: TextEncoder, pairs: list[tuple[str, str]], store: Path, progress: Progress | None = None) -> float:
+    """Make a store of all sentences; returns how many were written per second."""
+    files: dict[str, list[str]] = {}
+    for name, text in pairs:
+        files.setdefault(name, []).append(text)
+    done, start = 0, time.perf_counter()
+    with Memory(store, encoder=encoder) as memory:
+        for name, texts in files.items():
+            for first in range(0, len(texts), PART):
+                if progress is not None:
+                    progress(done, len(pairs), "writing records")
+                done += len(memory.add_many(texts[first : first + PART], user=USER, session=name))
+    return done / (time.perf_counter() - start)
 
 
-def searches(memory: Memory, real: TextEncoder, questions: list[str]) -> dict[str, float]:
-    """The time of a search with its encoding, beside the time of the encoding alone, in milliseconds."""
-    for question in questions[:5]:
+def time_searches(memory: Memory, real: TextEncoder, questions: list[str]) -> dict[str, float]:
+    """Milliseconds of a search with its encoding, beside those of the encoding alone."""
+    for question in questions[:WARM_UP]:
         memory.search(question, user=USER)
         real.encode([question])
     alone, whole = [], []
-    for question in questions:
-        alone.append(1e3 * seconds(lambda text=question: real.encode([text])))  # type: ignore[misc]
-        whole.append(1e3 * seconds(lambda text=question: memory.search(text, user=USER)))  # type: ignore[misc]
-    e50, e95 = np.percentile(alone, [50, 95])
-    s50, s95 = np.percentile(whole, [50, 95])
-    return {"encode_p50_ms": e50, "encode_p95_ms": e95, "search_p50_ms": s50, "search_p95_ms": s95,
-            "search_p95_over_encode_p50": s95 / e50, "search_p95_over_encode_p95": s95 / e95}  # fmt: skip
+    for question in questions[WARM_UP:]:
+        alone.append(1e3 * seconds(partial(real.encode, [question])))
+        whole.append(1e3 * seconds(partial(memory.search, question, user=USER)))
+    found: dict[str, float] = {}
+    for name, times in (("encode", alone), ("search", whole)):
+        found |= {f"{name}_p50_ms": float(np.percentile(times, 50)), f"{name}_p95_ms": float(np.percentile(times, 95))}
+    return found
 
 
-def recall(memory: Memory, vectors: np.ndarray, many: int = 10) -> float:
-    """The share of the exactly nearest ten that the index finds."""
+def index_recall(memory: Memory, vectors: np.ndarray) -> float:
+    """The share of the exactly nearest records that the index finds."""
     shares = []
     with memory.store.reading():
         user = memory.store.find_user(USER)
@@ -159,62 +165,107 @@ def recall(memory: Memory, vectors: np.ndarray, many: int = 10) -> float:
         index = memory._index()
         places, matrix = memory.store.vectors_between(user.id, 0, 1 << 60, vectors.shape[1])
         for vector in vectors:
-            exact = set(places[nearest_exact(matrix, vector, many)[0]].tolist())
-            found = index.nearest(Selection(USER, user), vector, many)[0]
-            shares.append(len(exact & set(found.tolist())) / many)
+            exact = set(places[nearest_exact(matrix, vector, NEAREST)[0]].tolist())
+            found = index.nearest(Selection(USER, user), vector, NEAREST)[0]
+            shares.append(len(exact & set(found.tolist())) / len(exact))
     return float(np.mean(shares))
 
 
-def main() -> None:
-    """All figures, printed and written to FOLDER/text_memory.json."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("texts", type=Path, help="Folder of text files.")
-    parser.add_argument("--out", type=Path, default=Path("runs/text-memory"))
-    parser.add_argument("--records", type=int, default=100_000)
-    parser.add_argument("--queries", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=1_000, help="Texts of the comparison of one by one with a batch.")
-    parser.add_argument("--threads", type=int, help="Of PyTorch; default: as many as cores.")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    real = TextEncoder.load()
-    pairs, questions = cut(options.texts, options.records, options.queries)
+def run_text_benchmark(
+    settings: TextBenchmarkSettings, progress: Progress | None = None, out: Path | None = None
+) -> dict[str, Any]:
+    """Measure a text memory; returns the report, a dict that is ready for JSON.
+
+    Args:
+        progress: called with (done, total, what) along the way.
+        out: folder where the vectors of the texts are kept; None: they are not.
+    """
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    report = new_report("text", settings, torch.get_num_threads())
+    pairs, questions = cut(Path(settings.texts), settings.records, settings.queries + WARM_UP + 1)
     texts = [text for _, text in pairs]
-    matrix, encoded = vectors_of(real, texts, options.out)
-    known = KnownEncoder(real.name, real._model, real._tokenizer, real.pooling, real.max_tokens)
-    known.known = dict(zip(texts, matrix, strict=True))
-    results: dict[str, Any] = {"records": len(texts), "threads": torch.get_num_threads()}
-    results["encoded_per_second"] = encoded
-    short = [text for text in texts if len(text) <= SHORT]
-    for name, encoder, source in (
-        ("with_encoding", real, texts),
-        ("short_with_encoding", real, short),
-        ("without_encoding", known, texts),
-    ):
-        some = random.Random(1).sample(source, min(options.batch, len(source)))
-        rates = batches(encoder, some, options.out)
-        results |= {f"writes_{what}_{name}": rate for what, rate in rates.items()}
-    folder = options.out / "store"
-    results["written_per_second_without_encoding"] = build(known, pairs, folder)
-    opened = time.perf_counter()
-    with Memory(folder, encoder=known) as memory:
-        results["open_seconds"] = time.perf_counter() - opened
+    real = TextEncoder.load()
+    with work_folder(out) as folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        known = CachedEncoder(real, folder / "vectors.npz")
+        known.learn(texts, progress)
+        results: dict[str, Any] = {}
+        short = [text for text in texts if len(text) <= SHORT] or texts
+        given = ((real, texts), (real, short), (known, texts))
+        for index, (name, (encoder, source)) in enumerate(zip(WRITES.values(), given, strict=True)):
+            if progress is not None:
+                progress(index, len(WRITES), "writing one by one and in a batch")
+            some = random.Random(1).sample(source, min(settings.batch, len(source)))
+            results |= {f"writes_{how}_{name}": rate for how, rate in compare_writes(encoder, some, folder).items()}
+        with tempfile.TemporaryDirectory(dir=folder) as store:
+            results["written_per_second"] = build(known, pairs, Path(store) / "store", progress)
+            results |= _measure_store(Path(store) / "store", known, real, questions)
+    return report | {"results": results}
+
+
+def _measure_store(store: Path, known: TextEncoder, real: TextEncoder, questions: list[str]) -> dict[str, Any]:
+    """Everything that is measured of a store that is there."""
+    results: dict[str, Any] = {}
+    start = time.perf_counter()
+    with Memory(store, encoder=known) as memory:
+        results["open_seconds"] = time.perf_counter() - start
         results["first_search_seconds"] = seconds(lambda: memory.search(questions[0], user=USER))
-        results |= searches(memory, real, questions)
-        results["index_recall_at_10"] = recall(memory, real.encode(questions))
-        figures = memory.stats()
-        results |= {"index_segments": figures["index_segments"], "megabytes": figures["bytes"] / 1e6}
+        results |= time_searches(memory, real, questions[1:])
+        results["index_recall"] = index_recall(memory, real.encode(questions))
+        stats = memory.stats()
+        results |= {"index_segments": stats["index_segments"], "megabytes": stats["bytes"] / 1e6}
         newest = memory.records(user=USER, limit=1)[0]
         results["delete_newest_seconds"] = seconds(lambda: memory.delete(newest.id))
         with memory.store.reading():
             oldest = memory.store.records([1])[1]
         results["delete_oldest_seconds"] = seconds(lambda: memory.delete(oldest.id))
-    width = max(map(len, results))
-    for name, value in results.items():
-        print(f"{name:{width}}  {value:,.3f}" if isinstance(value, float) else f"{name:{width}}  {value}")
-    write_atomically(options.out / "text_memory.json", (json.dumps(results, indent=2) + "\n").encode())
+    return results
 
 
-if __name__ == "__main__":
-    main()
+def sections(report: dict[str, Any]) -> list[Section]:
+    """All figures, as text and tables."""
+    found = report["results"]
+    rows = [
+        ["search with its encoding, median", f"{found['search_p50_ms']:.1f} ms"],
+        ["search with its encoding, p95", f"{found['search_p95_ms']:.1f} ms"],
+        ["encoding the question alone, median", f"{found['encode_p50_ms']:.1f} ms"],
+        ["encoding the question alone, p95", f"{found['encode_p95_ms']:.1f} ms"],
+        [f"of the exactly nearest {NEAREST}, found by the index", f"{found['index_recall']:.1%}"],
+        ["opening the store", seconds_text(found["open_seconds"])],
+        ["first search", seconds_text(found["first_search_seconds"])],
+        ["deleting the newest record", seconds_text(found["delete_newest_seconds"])],
+        ["deleting the oldest record", seconds_text(found["delete_oldest_seconds"])],
+        ["records written per second, vectors known", f"{found['written_per_second']:,.0f}"],
+        ["size on disk", f"{found['megabytes']:,.1f} MB"],
+    ]
+    writes = []
+    for name, key in WRITES.items():
+        one, batch = (found[f"writes_{how}_{key}"] for how in ("one_by_one", "batch"))
+        writes.append([name, f"{one:,.0f}", f"{batch:,.0f}", f"{batch / one:.1f}x"])
+    count = report["settings"]["records"]
+    header = ["texts", "one by one", "in a batch", "faster"]
+    return [
+        Section(f"A store with {count:,} records", [], [Table(["", "measured"], rows)]),
+        Section("Records written per second", [], [Table(header, writes)]),
+        about(report),
+    ]
+
+
+def figures(report: dict[str, Any]) -> list[Figure]:
+    """Writes per second, and the time of a search beside its encoding."""
+    found = report["results"]
+    ways = {"one by one": "one_by_one", "in a batch": "batch"}
+    writes = [
+        Curve(name, [found[f"writes_{how}_{key}"] for key in WRITES.values()], style=style)
+        for style, (name, how) in enumerate(ways.items())
+    ]
+    times = [
+        Curve(name, [found[f"{key}_{share}_ms"] for share in ("p50", "p95")], style=style)
+        for style, (name, key) in enumerate({"search with its encoding": "search", "encoding alone": "encode"}.items())
+    ]
+    titles = ("Time of a search", "Records written per second")
+    return [
+        Figure("text-search", plot_bars(["median", "p95"], times, titles[0], "", "milliseconds"), titles[0]),
+        Figure("text-writes", plot_bars(list(WRITES), writes, titles[1], "texts", "records per second"), titles[1]),
+    ]

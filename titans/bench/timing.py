@@ -1,34 +1,33 @@
-"""What the benchmarks share: checks of settings, the machine, peak memory in fresh processes, tables and pictures."""
+"""What the benchmarks share: checks of settings, the machine, peak memory, fresh processes, and parts of a page."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import ctypes.util
+import dataclasses
 import gc
 import importlib
 import importlib.metadata
-import io
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import textwrap
+import tempfile
 import threading
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from titans.files import write_atomically
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from rich.console import Console
+import titans
+from titans.report.page import Figure, Section, Table
+from titans.report.plots import Curve, plot_lines
+from titans.words import nearest
 
 REFERENCE_VERSION = "0.5.5"
 REFERENCE = "titans-pytorch"
@@ -38,33 +37,26 @@ REFERENCE_MAX_STEP = 1e-2
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
 
 
-def check_at_least_one(settings: object, names: Iterable[str]) -> None:
-    """Raises a ValueError that names the first of the fields that is below 1."""
-    for name in names:
-        if getattr(settings, name) < 1:
-            raise ValueError(f"{name} must be at least 1, got {getattr(settings, name)}.")
-
-
 def check_lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths in order; a ValueError when there are none, or two alike, or one below 1."""
+    """The lengths in order; a ValueError if there are none, or two alike, or one below 1."""
     if not lengths:
-        raise ValueError(f"{name} must name at least one sequence length.")
+        raise ValueError(f"{name} is empty; expected at least one number of tokens")
     if min(lengths) < 1:
-        raise ValueError(f"{name} must be at least 1, got {min(lengths)}.")
+        raise ValueError(f"{name} has {min(lengths)}; expected at least 1")
     if len(set(lengths)) < len(lengths):
-        raise ValueError(f"{name} must differ from each other, got " + ", ".join(map(str, lengths)) + ".")
+        raise ValueError(f"{name} is {', '.join(map(str, lengths))}; expected each number once")
     return tuple(sorted(lengths))
 
 
-def check_names(name: str, chosen: Sequence[str], known: Collection[str], what: str = "contenders") -> None:
-    """Raises a ValueError that lists what is known when something else was chosen."""
-    unknown = [one for one in chosen if one not in known]
-    if unknown:
-        raise ValueError(f"{name} must name {what} among {', '.join(known)}, got {', '.join(unknown)}.")
+def check_names(name: str, chosen: Sequence[str], known: Collection[str]) -> None:
+    """Raises a ValueError that names the first of the chosen that is not known, and what it may have meant."""
+    for one in chosen:
+        if one not in known:
+            raise ValueError(f"{name} has {one!r}: {nearest(one, known)}")
 
 
 def reference_version() -> str | None:
-    """The version of titans-pytorch that is installed, None without it."""
+    """The version of titans-pytorch that is installed; None: it is not."""
     try:
         return importlib.metadata.version(REFERENCE)
     except importlib.metadata.PackageNotFoundError:
@@ -74,17 +66,17 @@ def reference_version() -> str | None:
 def choose_names(packages: Mapping[str, str], only: Sequence[str], version: str | None) -> tuple[list[str], list[str]]:
     """The contenders that can run, and one sentence for everything worth knowing about the choice.
 
-    packages: the package of each contender
-    only: the contenders that were asked for, all of them when empty
-    version: of titans-pytorch, None when it is not installed
+    Args:
+        packages: the package of each contender.
+        only: the contenders that were asked for; empty: all of them.
+        version: of titans-pytorch; None: it is not installed.
     """
     names = [name for name in packages if not only or name in only]
     wanted = [name for name in names if packages[name] == REFERENCE]
     if version is None and wanted:
         if only:
             raise ValueError(
-                f"only names {', '.join(wanted)}, which needs {REFERENCE}: "
-                f"pip install {REFERENCE}=={REFERENCE_VERSION}."
+                f"only has {', '.join(wanted)}, which needs {REFERENCE}: pip install {REFERENCE}=={REFERENCE_VERSION}"
             )
         notice = (
             f"{REFERENCE} is not installed, so it is left out: "
@@ -147,8 +139,72 @@ def busy_notices(machine: dict[str, Any]) -> list[str]:
     return [f"the load average was {load[0]} at the start: other work disturbs the figures."]
 
 
+def new_report(name: str, settings: Any, threads: int | None = None) -> dict[str, Any]:
+    """What every report begins with; the rest of it is the benchmark's own.
+
+    Args:
+        settings: a dataclass.
+        threads: CPU threads that the benchmark uses; None: nothing is measured.
+    """
+    report = {
+        "name": name,
+        "date": time.strftime("%Y-%m-%d"),
+        "version": titans.__version__,
+        "settings": dataclasses.asdict(settings),
+        "notices": [],
+    }
+    if threads is None:
+        return report
+    machine = machine_info(threads)
+    return report | {"machine": machine, "notices": busy_notices(machine)}
+
+
+def about(report: dict[str, Any], *tables: Table) -> Section:
+    """The last part of a page: the machine, what the reader should know, the settings, and other tables."""
+    words = [notice[0].upper() + notice[1:] for notice in report["notices"]]
+    if "machine" in report:
+        words.insert(0, f"Measured on {machine_text(report['machine'])}; titan-memory {report['version']}.")
+    rows = [[name, _setting_text(value)] for name, value in report["settings"].items()]
+    return Section("Settings", words, [Table(["setting", "value"], rows), *tables])
+
+
+def dense(header: Sequence[str], rows: Sequence[Sequence[str]], caption: str = "") -> Table:
+    """A table without the columns in which no contender has a figure."""
+    kept = [i for i in range(len(header)) if i == 0 or any(row[i] not in ("", "-") for row in rows)]
+    return Table([header[i] for i in kept], [[row[i] for i in kept] for row in rows], caption)
+
+
+def _setting_text(value: Any) -> str:
+    if value is None or value == ():
+        return "default"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_setting_text, value))
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def speed_figure(
+    name: str, title: str, speeds: Mapping[str, Mapping[int, float]], places: Sequence[int], axis: str
+) -> Figure:
+    """Tokens per second of every contender along an axis; what was not measured is a gap."""
+    curves = [
+        Curve(contender, [speed.get(place) for place in places], style=index)
+        for index, (contender, speed) in enumerate(speeds.items())
+    ]
+    return Figure(name, plot_lines(places, curves, title, axis, "tokens per second"), title)
+
+
+@contextlib.contextmanager
+def work_folder(out: Path | None) -> Iterator[Path]:
+    """Where a benchmark keeps what it makes on the way: the folder it is given, or one that is gone afterwards."""
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
 def timing(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
-    """What a report says of the seconds of every round, each of which did `tokens` tokens."""
+    """What a report says about the seconds of every round; each round processed ``tokens`` tokens."""
     best = min(seconds)
     return {
         "seconds": list(seconds),
@@ -165,57 +221,56 @@ def _status_bytes(field: str) -> int:
     raise OSError(f"/proc/self/status has no {field}")
 
 
-def release_free_memory() -> None:
-    """Hand the allocator's free pages back to the system where it can: reuse of them would hide growth."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
-
-
 def resident_bytes() -> int:
-    """The resident memory of this process, without what the allocator holds for nothing."""
-    release_free_memory()
+    """The resident memory of this process."""
     try:
         return _status_bytes("VmRSS")
-    except OSError:
+    except OSError:  # not Linux
         import psutil
 
         return int(psutil.Process().memory_info().rss)
 
 
-def _sampled_peak(call: Callable[[], object]) -> int:
-    """Peak of resident memory during `call`, seen by a thread that looks every millisecond."""
-    import psutil
+def settled_bytes() -> int:
+    """The same once the allocator has handed its free pages back to the system: reuse of them would hide growth."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+    return resident_bytes()
 
-    process = psutil.Process()
-    peak = process.memory_info().rss
+
+def _sampled_peak(call: Callable[[], object]) -> int:
+    """Peak of resident memory during ``call``, seen by a thread that looks every millisecond."""
+    peak = resident_bytes()
     done = threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not done.wait(0.001):
-            peak = max(peak, process.memory_info().rss)
+            peak = max(peak, resident_bytes())
 
     watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
         result = call()
-        peak = max(peak, process.memory_info().rss)
+        peak = max(peak, resident_bytes())
         del result
     finally:
         done.set()
         watcher.join()
-    return int(peak)
+    return peak
 
 
 def peak_growth(call: Callable[[], object], before: int | None = None) -> tuple[int, str]:
-    """Bytes of resident memory that `call` needed at its peak beyond those before it, and how they were seen.
+    """Bytes of resident memory that ``call`` needed at its peak beyond those before it, and how they were seen.
 
-    before: count from this many bytes instead, an earlier answer of `resident_bytes`.
     Linux keeps the peak of a process and lets it be reset, which is exact ("VmHWM"); elsewhere a thread
     samples the resident memory ("sampled"), which may miss a short peak.
+
+    Args:
+        before: count from this many bytes instead, an earlier answer of ``settled_bytes``.
     """
-    now = resident_bytes()
+    now = settled_bytes()
     before = now if before is None else before
     try:
         Path("/proc/self/clear_refs").write_text("5")
@@ -230,7 +285,7 @@ def peak_growth(call: Callable[[], object], before: int | None = None) -> tuple[
 
 
 def available_memory() -> int | None:
-    """Bytes that a new process could have without pushing others out, None where the system does not say."""
+    """Bytes that a new process could take without pushing others out; None: the system does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
@@ -239,7 +294,7 @@ def available_memory() -> int | None:
 
 
 def limit_memory(count: int) -> None:
-    """Let this process have `count` bytes more than it has, where the system can; beyond them allocations fail."""
+    """Let this process take at most ``count`` bytes more, where the system can; beyond them allocations fail."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -253,9 +308,10 @@ def in_fresh_process(
     threads: int,
     seconds: float | None = None,
 ) -> dict[str, Any]:
-    """What `worker`, a function of a module, answers to `job` in a process of its own; {"error"} when it failed.
+    """What ``worker``, a function of a module, answers to ``job`` in a process of its own; {"error"} if it failed.
 
-    seconds: the process is ended when it takes longer.
+    Args:
+        seconds: the process is ended if it takes longer.
     """
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
     code = f"from {__name__} import _serve; _serve({worker.__module__!r}, {worker.__name__!r})"
@@ -278,28 +334,18 @@ def in_fresh_process(
     return answer
 
 
+def answer_of(worker: Callable[[dict[str, Any]], dict[str, Any]], job: dict[str, Any], threads: int) -> dict[str, Any]:
+    """The same; a ValueError says why it failed."""
+    answer = in_fresh_process(worker, job, threads)
+    if "error" in answer:
+        raise ValueError(answer["error"].removeprefix("ValueError: "))
+    return answer
+
+
 def _serve(module: str, worker: str) -> None:
     """Body of the fresh process: read one job as JSON from stdin, print the answer as the last line."""
     job = json.loads(sys.stdin.read())
     print("\n" + json.dumps(getattr(importlib.import_module(module), worker)(job)))
-
-
-def write_json(report: dict[str, Any], path: Path) -> None:
-    """Write the report as JSON."""
-    write_atomically(path, json.dumps(report, indent=2, allow_nan=False).encode() + b"\n")
-
-
-def print_table(console: Console, title: str, headings: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table: the first column to the left, numbers to the right, nothing wrapped."""
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    drawn = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for index, heading in enumerate(headings):
-        drawn.add_column(heading, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        drawn.add_row(*row)
-    console.print(drawn)
 
 
 def times_text(ratio: float | None) -> str:
@@ -319,47 +365,3 @@ def mebibytes_text(count: int | None) -> str:
 def seconds_text(seconds: float) -> str:
     """Seconds or milliseconds, with the unit."""
     return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
-
-
-def speed_axes(count: int, title: str) -> tuple[Figure, list[Axes]]:
-    """A figure for `count` panels side by side, drawn without a screen."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, count, figsize=(5.5 * count, 5), sharey=True, squeeze=False, layout="constrained")
-    figure.suptitle("\n".join(textwrap.wrap(title, 75 * count)), fontsize=10)
-    return figure, list(axes[0])
-
-
-def finish_speed_axis(axis: Axes, title: str, label: str, ticks: Sequence[int]) -> None:
-    """Both scales logarithmic, ticks at what was measured, whole numbers beside them."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
-
-    axis.set(xscale="log", yscale="log", title=title, xlabel=label)
-    axis.set_xticks(ticks)
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.yaxis.set_minor_formatter(NullFormatter())
-    axis.grid(which="major", color="#dddddd")
-    axis.spines[["top", "right"]].set_visible(False)
-
-
-def save_speed_figure(figure: Figure, axes: Sequence[Axes], path: Path) -> None:
-    """Put one legend below the panels and write the figure in the format that `path` ends in."""
-    from matplotlib import pyplot
-
-    axes[0].set_ylabel("tokens per second (higher is better)")
-    named: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            named.setdefault(label, handle)
-    figure.legend(
-        list(named.values()), list(named), loc="outside lower center", ncols=min(len(named), 6), frameon=False
-    )
-    drawn = io.BytesIO()
-    figure.savefig(drawn, dpi=150, format=path.suffix.lstrip(".").lower())
-    pyplot.close(figure)
-    write_atomically(path, drawn.getvalue())

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import titans
 from titans.bench.model import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
+from titans.bench.timing import Progress, speed_figure
 from titans.report.outcome import read_kept, write_figures, write_outcome
-from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_lines
+from titans.report.page import Section, Table
 
 LENGTHS = (512, 2048, 8192, 16384)
 DEPTHS = (1, 2, 3, 4)
@@ -27,15 +27,15 @@ def run_throughput(
     models: Sequence[str] = MODELS,
     repeats: int = 3,
     memory_mode: str = "exact",
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
     command: str = "",
 ) -> dict[str, Any]:
-    """Times what is not timed yet; writes throughput.json, throughput.md, the page and its pictures into ``out``.
+    """Time what is not timed yet; writes throughput.json, throughput.md, the page and its pictures into ``out``.
 
-    A length is timed at a time; those that throughput.json holds already, of the same version and settings, are kept.
+    Lengths are timed one after the other; those that throughput.json has, of the same version and settings, are kept.
     """
     settings = ModelBenchmarkSettings(
-        lengths=tuple(lengths), measures=(TRAIN,), repeats=repeats, only=tuple(models), memory=False,
+        lengths=tuple(lengths), measures=(TRAIN,), repeats=repeats, only=tuple(models), peak_memory=False,
         memory_mode=memory_mode,
     )  # fmt: skip
     version = {"version": titans.__version__}
@@ -73,22 +73,19 @@ def run_throughput(
     return report
 
 
-def speeds(parts: Sequence[dict[str, Any]], name: str) -> dict[int, float | None]:
+def speeds(parts: Sequence[dict[str, Any]], name: str) -> dict[int, float]:
     """Tokens per second of a model at each length."""
     rows = [row for part in parts for row in part["results"] if row["contender"] == name]
     return {row["length"]: row["tokens_per_second"] for row in rows}
 
 
-def _section(title: str, about: str, name: str, found: dict[str, dict[int, float | None]]) -> Section:
+def _section(title: str, about: str, name: str, found: dict[str, dict[int, float]]) -> Section:
     lengths = sorted({length for each in found.values() for length in each})
-    rows = [[label, *_cells(each, lengths)] for label, each in found.items()]
-    curves = [Curve(label, [each.get(length) for length in lengths], style=index)
-              for index, (label, each) in enumerate(found.items())]  # fmt: skip
-    png = plot_lines(lengths, curves, title, "tokens in the sequence", "tokens per second")
+    rows = [
+        [label, *(f"{each[length]:,.0f}" if length in each else "-" for length in lengths)]
+        for label, each in found.items()
+    ]
     table = Table(["model", *(f"{length:,}" for length in lengths)], rows, "Tokens per second; - was not measured.")
-    return Section(title, [about], [table], [Figure(f"throughput-{name}", png, title)])
-
-
-def _cells(each: dict[int, float | None], lengths: Sequence[int]) -> list[str]:
-    values = [each.get(length) for length in lengths]
-    return ["-" if value is None else f"{value:,.0f}" for value in values]
+    return Section(
+        title, [about], [table], [speed_figure(f"throughput-{name}", title, found, lengths, "tokens in the sequence")]
+    )
