@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from tests.training.conftest import ROOT
+from titans.cli import app
 from titans.models import SIZES, TitansConfig, count_parameters
 from titans.training.build import model_config
 from titans.training.config import load_config
@@ -32,6 +35,17 @@ def test_a_recipe_describes_a_model_of_its_size(path: Path) -> None:
         assert path.stem == f"{config.model['size']}-{config.model['name']}"
 
 
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_recipe_says_how_its_data_and_their_validation_split_are_made(path: Path) -> None:
+    comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#   ")]
+    words = shlex.split(" ".join(line.removeprefix("#").removesuffix("\\") for line in comments))
+    assert words[:2] == ["titans", "prepare"]
+    with typer.main.get_command(app).make_context("titans", []) as context:
+        prepare = typer.main.get_command(app).get_command(context, "prepare")
+    given = prepare.make_context("prepare", words[2:]).params
+    assert Path(given["out"]) == Path(load_config(path).data) and 0 < float(given["validation"][0]) < 1
+
+
 def test_there_is_a_recipe_of_the_paper_for_each_of_its_sizes() -> None:
     assert {path.stem for path in PAPER} == {f"{size}-mac" for size in ("170m", "340m", "400m", "760m")}
 
@@ -41,7 +55,7 @@ def test_a_recipe_of_the_paper_is_the_papers(path: Path) -> None:
     config = load_config(path)
     assert (config.learning_rate, config.batch_tokens, config.length) == (4e-4, 524_288, 4096)
     assert config.tokens == (30e9 if config.model["size"] == "760m" else 15e9)
-    assert config.weight_decay == 0.1 and config.streamed and config.tokenizer is not None
+    assert config.weight_decay == 0.1
     for processes in (1, 8, 64, 128):
         size, times = config.accumulation(processes)
         assert size * times * processes * config.length == config.batch_tokens
