@@ -23,6 +23,6 @@ def require_whole(least: int = 1, **numbers: Any) -> None:
             raise ValueError(f"{name} is {value}; expected at least {least}")
 
 
-def sentence(error: Exception) -> str:
+def sentence(error: BaseException) -> str:
     """What an error says, on one line."""
     return " ".join(str(error).split()) or type(error).__name__

@@ -56,7 +56,7 @@ def run(*arguments: str, lines: bytes | None = None) -> int:
 def stored() -> list[Record]:
     store = SqliteStore("store", read_only=True)
     with store.reading():
-        records = [record for _, record in store.list_records(None, 0, 100)]
+        records = store.list_records(None)
     store.close()
     return records
 

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from titans.text.encoder import TextEncoder
+from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.memory import Memory
-
-
-class OnceEncoder(TextEncoder):
-    """The real encoder, which encodes every text once: the vector of a text depends on nothing else."""
-
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        known: dict[str, np.ndarray] = self.__dict__.setdefault("known", {})
-        new = list(dict.fromkeys(text for text in texts if text not in known))
-        if new:
-            known.update(zip(new, super().encode(new), strict=True))
-        return np.stack([known[text] for text in texts]) if texts else np.empty((0, self.width), dtype=np.float32)
 
 
 @pytest.fixture(scope="session")
 def encoder() -> TextEncoder:
-    """The packaged encoder."""
-    return OnceEncoder.load()
+    """The packaged encoder, which encodes each text once."""
+    return CachedEncoder(TextEncoder.load())
+
+
+@pytest.fixture(scope="session")
+def other_encoder() -> TextEncoder:
+    """One that makes other vectors."""
+    return CachedEncoder(TextEncoder.load(pooling="cls"))
 
 
 @pytest.fixture(params=["sqlite", "qdrant"])

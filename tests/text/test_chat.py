@@ -231,7 +231,7 @@ def test_the_python_on_the_page_runs_as_it_is_written(
 def test_the_commands_on_the_page_exist_with_their_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = PAGE.read_text(encoding="utf-8")
-    lines = re.findall(r"^    (?:\$ )?titans (.*)$", page, re.MULTILINE)
+    lines = re.findall(r"^(?:    )?(?:\$ )?titans (.*)$", page, re.MULTILINE)
     lines += [line.replace("FILE", "f").replace("FOLDER", "f") for line in re.findall(r"`titans ([^`]*)`", page)]
     assert len(lines) > 15
     for line in lines:

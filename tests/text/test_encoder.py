@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.text.small_bert import save_small_bert
-from titans.text.encoder import TextEncoder
+from titans.text.encoder import CachedEncoder, TextEncoder
 
 WORDS = ["the", "of", "a", "cat", "lives", "Oslo", "home", "Ann", "2024", "!!", "東京", "é", "unbelievably", "hello"]
 
@@ -91,14 +92,13 @@ def test_pooling_is_over_the_tokens_that_are_not_padding(folder: Path, pooling: 
 def test_a_long_text_is_the_mean_of_its_overlapping_passages(small: TextEncoder) -> None:
     words = [f"{word} {number}" for number, word in enumerate(WORDS * 7)]
     text = " ".join(words)
-    passages = small.passages(text)
-    assert len(passages) > 3 and text.startswith(passages[0]) and text.endswith(passages[-1])
-    places = [(text.index(passage), text.index(passage) + len(passage)) for passage in passages]
-    assert all(a[0] < b[0] < a[1] < b[1] for a, b in pairwise(places))  # each overlaps the next
-    mean = small.encode(passages).mean(0)
+    ids = small._tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
+    room, overlap = small.max_tokens - 2, small.max_tokens // 8
+    starts = range(0, len(ids) - overlap, room - overlap)
+    assert len(starts) > 3
+    mean = small.encode([small._tokenizer.decode(ids[start : start + room]) for start in starts]).mean(0)
     assert small.encode([text])[0] @ (mean / np.linalg.norm(mean)) > 0.999
     assert small.encode([text])[0] @ small.encode([text + " A last word."])[0] < 1 - 1e-6  # nothing is cut off
-    assert small.passages("short") == ["short"]
 
 
 def test_empty_and_strange_texts_have_vectors(small: TextEncoder) -> None:
@@ -107,7 +107,6 @@ def test_empty_and_strange_texts_have_vectors(small: TextEncoder) -> None:
     assert np.isfinite(vectors).all()
     np.testing.assert_allclose(np.linalg.norm(vectors, axis=1), 1, atol=1e-5)
     assert small.encode([]).shape == (0, 32)
-    assert [len(small.passages(text)) >= 1 for text in texts] == [True] * 6
 
 
 def test_a_folder_of_sentence_transformers_says_how_it_pools(folder: Path, tmp_path: Path) -> None:
@@ -158,3 +157,48 @@ def test_what_is_no_text_is_one_sentence(small: TextEncoder) -> None:
         small.encode("text")
     with pytest.raises(ValueError, match=r"texts\[1\] is of type NoneType; expected a text"):
         small.encode(["a", None])  # type: ignore[list-item]
+
+
+class Counting(CachedEncoder):
+    """Counts the texts that reach the model."""
+
+    def __init__(self, encoder: TextEncoder, file: Path | None = None) -> None:
+        super().__init__(encoder, file)
+        self.count = 0
+        encode = encoder.encode
+
+        def counted(texts: Sequence[str]) -> np.ndarray:
+            self.count += len(texts)
+            return encode(texts)
+
+        self._encoder = SimpleNamespace(encode=counted)  # type: ignore[assignment]
+
+
+def test_a_cache_encodes_each_text_once_and_gives_the_vectors_of_the_encoder(small: TextEncoder) -> None:
+    cached = Counting(small)
+    texts = [*WORDS, *WORDS[:3]]
+    np.testing.assert_array_equal(cached.encode(texts), small.encode(texts))
+    assert (cached.count, cached.fingerprint, cached.width) == (len(WORDS), small.fingerprint, 32)
+    steps: list[tuple[int, int, str]] = []
+    cached.learn([*WORDS, "new"], lambda *step: steps.append(step))
+    assert cached.count == len(WORDS) + 1 and steps == [(0, 1, "encoding texts")]
+    assert cached.encode([]).shape == (0, 32)
+    with pytest.raises(ValueError, match="texts is one text"):
+        cached.encode("one")
+
+
+def test_a_cache_keeps_its_vectors_in_a_file_for_the_same_encoder(
+    small: TextEncoder, folder: Path, tmp_path: Path
+) -> None:
+    file, texts = tmp_path / "new" / "vectors.npz", [f"text {number} \N{SNOWMAN}" for number in range(70)]
+    first = CachedEncoder(small, file).encode(texts)
+    again = Counting(small, file)
+    np.testing.assert_array_equal(again.encode(texts), first)
+    assert again.count == 0
+    other = Counting(TextEncoder.load(folder, "cls", max_tokens=40), file)
+    assert not np.array_equal(other.encode(texts), first) and other.count == 70
+    file.write_bytes(b"damaged")
+    np.testing.assert_array_equal(CachedEncoder(small, file).encode(texts), first)
+    again = Counting(small, file)
+    again.encode(texts)
+    assert again.count == 0

@@ -57,16 +57,16 @@ def select(store: SqliteStore, user: str = "ann", session: str | None = None, n:
 
 def recall(store: SqliteStore, index: LocalIndex, selection: Selection, many: int = 10) -> float:
     """The share of the nearest, by looking at all of them, that the index finds, over thirty questions."""
-    places, matrix = store.vectors_between(selection.user.id, 0, 1 << 40, WIDTH)
-    inside = np.ones(len(places), dtype=bool)
+    seqs, matrix = store.vectors_between(selection.user.id, 0, 1 << 40, WIDTH)
+    inside = np.ones(len(seqs), dtype=bool)
     if selection.scopes is not None:
         inside &= np.isin(store.rows_after(selection.user.id, 0)[:, 1], selection.scopes)
     if selection.matching is not None:
-        inside &= np.isin(places, selection.matching)
-    places, matrix = places[inside], matrix[inside]
+        inside &= np.isin(seqs, selection.matching)
+    seqs, matrix = seqs[inside], matrix[inside]
     shares = []
     for vector in unit(30, seed=99):
-        expected = places[np.argsort(-(matrix @ vector), kind="stable")[:many]].tolist()
+        expected = seqs[np.argsort(-(matrix @ vector), kind="stable")[:many]].tolist()
         found, cosines = index.nearest(selection, vector, many)
         assert len(found) == len(expected) and list(cosines) == sorted(cosines, reverse=True)
         shares.append(len(set(found.tolist()) & set(expected)) / len(expected) if expected else 1.0)
@@ -103,7 +103,7 @@ def test_a_large_user_is_found_by_files_whatever_is_selected(store: SqliteStore)
     assert len(list(store.index_folder.iterdir())) == 4
     with store.reading():
         known = index.catalogue(select(store).user)
-        assert len(known.files) == 4 and len(known.open_places) == 500
+        assert len(known.files) == 4 and len(known.open_seqs) == 500
         assert recall(store, index, select(store)) >= 0.98
         assert recall(store, index, select(store, session="2")) >= 0.98
         assert recall(store, index, select(store, n=1)) == 1.0  # so few that they are looked at one by one
@@ -120,7 +120,7 @@ def test_files_are_opened_again_and_new_records_are_found_with_them(store: Sqlit
     with store.reading():
         assert recall(store, index, select(store)) >= 0.98
         known = index.catalogue(select(store).user)
-        assert len(known.open_places) == 30
+        assert len(known.open_seqs) == 30
     fill(store, unit(30, 6))
     with store.reading():
         assert recall(store, index, select(store)) >= 0.98
@@ -158,7 +158,7 @@ def test_an_erased_record_is_in_no_file_and_its_neighbours_are_still_found(store
         erase(store, seq)
     assert index.build("ann") == 3  # the holes are filled
     with store.reading():
-        assert len(index.catalogue(select(store).user).open_places) == 1
+        assert len(index.catalogue(select(store).user).open_seqs) == 1
         for each in (index, other):
             assert recall(store, each, select(store)) >= 0.98
 
@@ -179,7 +179,7 @@ def test_a_replaced_vector_takes_the_place_of_the_old(store: SqliteStore) -> Non
         with store.reading():
             assert index.nearest(select(store), -vectors[seq - 1], 1)[0].tolist() == [seq]
             known = index.catalogue(select(store).user)
-            assert known.lengths[known.places == seq].tolist() == [2]
+            assert known.lengths[known.seqs == seq].tolist() == [2]
             assert recall(store, index, select(store)) >= 0.98
 
 
@@ -190,9 +190,9 @@ def test_a_file_made_while_something_was_erased_does_not_stay(
     index = LocalIndex(store, WIDTH)
     make = module._make_file
 
-    def slow(places: np.ndarray, vectors: np.ndarray) -> bytes:
-        data = make(places, vectors)
-        if places[0] == 1:
+    def slow(seqs: np.ndarray, vectors: np.ndarray) -> bytes:
+        data = make(seqs, vectors)
+        if seqs[0] == 1:
             erase(store, 17)
         return data
 

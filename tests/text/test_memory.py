@@ -326,7 +326,7 @@ def test_an_export_makes_the_same_store_elsewhere(open_memory: Opener, tmp_path:
         (b'{"text": "x", "created": "soon"}', "line 2: created is 'soon'; expected a time"),
         (b'{"text": "x", "version": -1}', "line 2: version is -1"),
         (b'{"text": "x", "user": 5}', "line 2: user is of type int"),
-        (b'{"text": "x", "id": "a"}\n{"text": "y", "id": "a"}', "line 3: the id 'a' is there twice"),
+        (b'{"text": "x", "id": "a"}\n{"text": "y", "id": "a"}', "line 3: the id 'a' is used twice"),
         (b'{"text": "y", "id": "there"}', "line 2: the store has another record with the id 'there'"),
     ],
 )
@@ -343,14 +343,13 @@ def test_a_wrong_line_is_named_and_nothing_is_imported(
 
 
 def test_a_store_of_another_encoder_says_so_and_can_be_reindexed(
-    open_memory: Opener, encoder: TextEncoder, tmp_path: Path
+    open_memory: Opener, encoder: TextEncoder, other_encoder: TextEncoder, tmp_path: Path
 ) -> None:
     memory = open_memory()
     memory.add_many(TEXTS[:18])
     old = bits(memory)
     memory.close()
-    other = TextEncoder(encoder.name, encoder._model, encoder._tokenizer, "cls", encoder.max_tokens)
-    memory = open_memory(encoder=other)
+    memory = open_memory(encoder=other_encoder)
     for call in (lambda: memory.add("x"), lambda: memory.search("cat")):
         with pytest.raises(OtherEncoder, match=r"were made by another encoder .*reindex"):
             call()
@@ -399,13 +398,13 @@ def test_projections_of_another_width_are_refused(open_plain: Opener) -> None:
     assert memory.stats()["records"] == 0
 
 
-def test_a_reindex_that_fails_leaves_the_old_store(open_plain: Opener, encoder: TextEncoder) -> None:
+def test_a_reindex_that_fails_leaves_the_old_store(open_plain: Opener, other_encoder: TextEncoder) -> None:
     memory = open_plain()
     memory.add_many(TEXTS[:18])
     old = bits(memory)
-    other = open_plain(encoder=TextEncoder(encoder.name, encoder._model, encoder._tokenizer, "cls", 256))
+    other = open_plain(encoder=other_encoder)
 
-    def stop(done: int, total: int) -> None:
+    def stop(done: int, total: int, what: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -470,7 +469,7 @@ def test_recency_and_surprise_can_speak(open_plain: Opener) -> None:
     assert surprises == sorted(surprises, reverse=True)
 
 
-def test_the_neural_voice_is_the_memory_of_the_exact_scope(open_memory: Opener) -> None:
+def test_the_neural_signal_is_the_memory_of_the_exact_scope(open_memory: Opener) -> None:
     memory = open_memory(ranking=Ranking(neural=1.0))
     memory.add_many(FACTS * 5, session="one")
     memory.add("hello", session="two")

@@ -47,14 +47,14 @@ def test_bm25_is_the_textbook_formula_over_the_allowed_texts(texts: list[list[st
     assert list(scores) == sorted(scores, reverse=True)
 
 
-def test_first_in_every_voice_scores_one_and_more_voices_count_more() -> None:
+def test_first_in_every_order_scores_one_and_more_orders_count_more() -> None:
     made = fuse({"bm25": [1, 2, 3], "cosine": [1, 3]}, Ranking(cosine=1, constant=60))
     assert made[0] == (1, pytest.approx(1.0))
     assert [candidate for candidate, _ in made] == [1, 3, 2]
     assert dict(made)[2] == pytest.approx(61 / 62 / 2)
 
 
-def test_a_weight_of_zero_silences_a_voice() -> None:
+def test_a_weight_of_zero_leaves_an_order_out() -> None:
     assert fuse({"bm25": [1, 2], "cosine": [2, 1]}, Ranking(bm25=0))[0][0] == 2
     assert fuse({"bm25": [1, 2], "cosine": [2, 1]}, Ranking(bm25=2))[0][0] == 1
 

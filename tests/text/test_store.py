@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.text.killing import replay_log
+from titans.text.database import FILE_NAME, locate
 from titans.text.encoder import TextEncoder
 from titans.text.memory import Memory
 from titans.text.records import DamagedStore, Record, Scope, StoreError, UnknownRecord
 from titans.text.recovery import recover, salvage
-from titans.text.sqlite import FILE_NAME, SqliteStore, locate
+from titans.text.sqlite import SqliteStore
 
 Opener = Callable[..., Memory]
 TEXTS = [f"Note {number}: the {animal} likes {food}." for number, (animal, food) in enumerate(
@@ -300,7 +302,7 @@ def test_the_log_tells_what_the_records_are(open_plain: Opener) -> None:
     with memory.store.reading():
         row = memory.store.find_scope(Scope())
         assert row is not None
-        assert [text for _, text in memory.store.replay(row.id)] == [TEXTS[0], TEXTS[2], "new words", TEXTS[4]]
+        assert [text for _, text in replay_log(memory.store, row.id)] == [TEXTS[0], TEXTS[2], "new words", TEXTS[4]]
 
 
 def test_records_are_read_back_as_they_were_written(open_plain: Opener) -> None:

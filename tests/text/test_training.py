@@ -198,7 +198,7 @@ def test_objects_have_sessions_and_questions(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.txt", b"\n \n", "a.txt has no messages in it; expected one a line"),
+        ("a.txt", b"\n \n", "a.txt has no messages in it; expected one per line"),
         ("a.txt", b"good\n\xff\xfe", "a.txt is not UTF-8: byte 5 is 0xff"),
         ("a.jsonl", b'{"text": "a"}\n{', r"a.jsonl, line 2, cannot be read as JSON"),
         ("a.jsonl", b'"a"', r"a.jsonl, line 1, is not an object"),
@@ -284,7 +284,7 @@ def test_generated_facts_never_contradict_each_other_and_tests_have_their_own() 
         ({"asked": 7}, "asked is 7 and written is 6; expected no more asked than written"),
         ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive number"),
         ({"write": -1.0}, "write is -1.0; expected a number of at least 0"),
-        ({"held_out": 1.0}, "held_out is 1.0; expected a part between 0 and 1"),
+        ({"held_out": 1.0}, "held_out is 1.0; expected a share between 0 and 1"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(change: dict[str, float], words: str) -> None:

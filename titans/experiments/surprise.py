@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ from titans.experiments.retrieval import Row, estimate, with_interval
 from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.text.encoder import TextEncoder
+from titans.text.encoder import Progress, TextEncoder
 from titans.text.facts import draw_values, generate_facts
 from titans.text.neural import NeuralTextMemory
 
@@ -75,7 +75,7 @@ def measure_surprise(memory: NeuralTextMemory, triples: Tensor, context: Tensor)
 
 def run_surprise(
     out: Path,
-    progress: Callable[[int, int, str], None] | None = None,
+    progress: Progress | None = None,
     command: str = "",
     quick: bool = False,
     encoder: TextEncoder | None = None,

@@ -37,10 +37,10 @@ from titans.experiments.retrieval import (
 from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.text.encoder import CachedEncoder, TextEncoder
+from titans.text.encoder import CachedEncoder, Progress, TextEncoder
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 from titans.text.ranking import Ranking
-from titans.text.training import Progress, write_texts
+from titans.text.training import write_texts
 
 METRICS = ("R@10", "R@5", "MRR")
 CONSTANTS = (5.0, 20.0, 60.0)

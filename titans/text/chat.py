@@ -5,7 +5,7 @@ from __future__ import annotations
 import unicodedata
 from collections.abc import Generator
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from titans.text.llm import LLM
@@ -13,12 +13,12 @@ from titans.text.memory import Memory
 from titans.text.prompt import Message, Prompt, build_prompt
 from titans.text.records import Found, Record, Scope
 
-CANDIDATES = 20  # memories that are looked for; the budget says how many are shown
+CANDIDATES = 20  # memories that are searched for; the budget says how many are shown
 
 
 @dataclass
 class Turn:
-    """A message and what came of it.
+    """A message, what was recalled for it, and the answer.
 
     Attributes:
         message: as it was stored, with its surprise.
@@ -34,17 +34,17 @@ class Turn:
 
 
 class Conversation:
-    """A talk in one scope of a memory.
+    """A conversation in one scope of a memory.
 
     Args:
-        memory: where everything that is said is kept, and found again.
-        llm: what answers.
-        scope: whose talk it is; memories are looked for there, and what is said is written there.
-        budget: tokens of a prompt for memories.
+        memory: where everything that is said is kept and found again.
+        llm: the model that answers.
+        scope: where memories are searched, and where what is said is written.
+        budget: tokens of a prompt that memories may take.
         system: the persistent text; None: the one that suits the model.
         max_tokens: of an answer.
-        temperature: None: the model's own way.
-        threshold: memories whose cosine with the message is less are not recalled, and counted.
+        temperature: None: the model's default.
+        threshold: memories whose cosine with the message is lower are not recalled, but counted.
 
     Attributes:
         last: the last turn; None before the first.
@@ -75,27 +75,26 @@ class Conversation:
         self.temperature = temperature
         self.threshold = threshold
         self.last: Turn | None = None
-        self._said: list[Record] = []  # messages and answers of this talk, in turns
+        self._said: list[Record] = []  # messages and answers of this conversation, alternating
 
     @property
     def history(self) -> list[Message]:
-        """What was said in this talk, oldest first."""
+        """What was said in this conversation, oldest first."""
         return [{"role": record.role or "user", "content": record.text} for record in self._said]
 
     def turn(self, message: str) -> Generator[str, None, None]:
-        """Says something; returns the answer, piece by piece.
+        """Sends a message; returns the answer, piece by piece.
 
         The message is stored before this returns and before the model is asked, so that it is not lost if that fails.
-        The answer is stored when the generator has ended or is closed: what was said until then.
+        When the generator ends or is closed, the answer up to that point is stored.
 
         Raises:
             ValueError: the message cannot be stored, or is too long for the model.
-            LLMError: from the generator; the model does not answer.
+            LLMError: from the generator: the model does not answer.
         """
         found = self.memory.search(
-            message, user=self.scope.user, agent=self.scope.agent, session=self.scope.session, limit=CANDIDATES,
-            threshold=self.threshold, count_uses=False,
-        )  # fmt: skip
+            message, **asdict(self.scope), limit=CANDIDATES, threshold=self.threshold, count_uses=False
+        )
         self.last = turn = Turn(self._store(message, "user"), found)
         turn.prompt = build_prompt(
             message, found.hits, count_tokens=self.llm.count_tokens, system=self.system, history=self.history,
@@ -124,13 +123,10 @@ class Conversation:
         self._said += [turn.message, turn.answer]
 
     def _store(self, text: str, role: str, metadata: dict[str, Any] | None = None) -> Record:
-        scope = self.scope
-        return self.memory.add(
-            text, user=scope.user, agent=scope.agent, session=scope.session, role=role, metadata=metadata
-        )
+        return self.memory.add(text, **asdict(self.scope), role=role, metadata=metadata)
 
     def forget(self, id: str) -> None:
-        """Erases a record of this scope from the memory, and the exchange it was said in from this talk."""
+        """Erases a record of this scope from the memory, and its exchange from this conversation."""
         record = self.memory.get(id, user=self.scope.user)
         if record is None or not self._covers(record):
             raise ValueError(f"there is no record {id!r} of {self.scope}")
@@ -140,8 +136,8 @@ class Conversation:
         self.last = None  # it may hold the text
 
     def forget_all(self) -> int:
-        """Erases everything in this scope, and this talk; returns how many records there were."""
-        count = self.memory.delete_all(user=self.scope.user, agent=self.scope.agent, session=self.scope.session)
+        """Erases everything in this scope, and this conversation; returns how many records there were."""
+        count = self.memory.delete_all(**asdict(self.scope))
         self._said, self.last = [], None
         return count
 
@@ -152,4 +148,4 @@ class Conversation:
 
 def printable(text: str) -> str:
     """A text without control characters, which could steer a terminal and cannot be stored."""
-    return "".join(sign for sign in text if sign in "\n\t" or unicodedata.category(sign) not in ("Cc", "Cs"))
+    return "".join(each for each in text if each in "\n\t" or unicodedata.category(each) not in ("Cc", "Cs"))

@@ -28,6 +28,7 @@ STEP = 4  # texts are padded to a multiple of this, and only meet texts of the s
 BATCH_TOKENS = 4096  # of a forward pass
 SLAB = 1024  # texts that are tokenised at a time
 CACHE_STEP = 64  # texts that a cache encodes at a time; its file is rewritten only for more new ones than that
+Progress = Callable[[int, int, str], None]  # done, total, what is being done
 
 
 class TextEncoder:
@@ -37,7 +38,7 @@ class TextEncoder:
         name: where the model came from.
         pooling: ``"mean"``, ``"cls"`` or ``"max"`` over the tokens that are not padding.
         width: of a vector.
-        max_tokens: what the model reads at once; longer texts are cut into overlapping passages.
+        max_tokens: of a passage; longer texts are cut into overlapping passages, and their vectors averaged.
     """
 
     def __init__(self, name: str, model: Any, tokenizer: Any, pooling: str, max_tokens: int) -> None:
@@ -55,13 +56,13 @@ class TextEncoder:
         device: torch.device | str | None = None,
         max_tokens: int | None = None,
     ) -> TextEncoder:
-        """The encoder of a folder or of a name on the hub; None: the MiniLM that a Python package carries.
+        """The encoder in a folder or on the hub; by default the MiniLM that ships as a Python package.
 
         Args:
             name: a folder of a BERT-like Hugging Face model or of sentence-transformers, or the name of one on the hub.
             pooling: ``"mean"``, ``"cls"`` or ``"max"``; default: what the folder says, else ``"mean"``.
             device: where it runs; default: the CPU.
-            max_tokens: what it reads at once, at most 512; default: what the folder says, else what the model can.
+            max_tokens: of a passage, at most 512; default: what the folder says, else what the model can read.
         """
         if pooling is not None and pooling not in POOLINGS:
             raise ValueError(f"pooling is {pooling!r}; expected one of {', '.join(POOLINGS)}")
@@ -192,8 +193,8 @@ class CachedEncoder(TextEncoder):
         self.learn(texts)
         return np.stack([self._vectors[text] for text in texts]) if texts else self._encoder.encode(texts)
 
-    def learn(self, texts: Sequence[str], progress: Callable[[int, int, str], None] | None = None) -> None:
-        """Encodes the texts that are new, and tells ``progress`` (done, total, what is being done)."""
+    def learn(self, texts: Sequence[str], progress: Progress | None = None) -> None:
+        """Encodes the texts that are new."""
         _check_texts(texts)
         new = [text for text in dict.fromkeys(texts) if text not in self._vectors]
         for start in range(0, len(new), CACHE_STEP):

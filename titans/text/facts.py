@@ -31,14 +31,13 @@ class Fact(NamedTuple):
 
 
 NAMES = {
-    "train": (
-        "Ada, Alan, Beth, Boris, Carla, Chen, Dora, Edgar, Elsa, Farid, Fiona, Greg, Hana, Igor, Ines, Jonas, Karim, "
-        "Lena, Lukas, Mabel, Nadia, Olaf, Petra, Quinn, Rosa, Samir, Tessa, Umar, Vera, Walter"
-    ).split(", "),
-    "test": (
-        "Ann, Bruno, Clara, Dmitri, Emma, Felix, Gina, Hugo, Irma, Jack, Kira, Leo, Mona, Nils, Oscar, Paula, Ravi, "
-        "Sofia, Theo, Yara"
-    ).split(", "),
+    part: names.split(", ")
+    for part, names in {
+        "train": "Ada, Alan, Beth, Boris, Carla, Chen, Dora, Edgar, Elsa, Farid, Fiona, Greg, Hana, Igor, Ines, Jonas, "
+        "Karim, Lena, Lukas, Mabel, Nadia, Olaf, Petra, Quinn, Rosa, Samir, Tessa, Umar, Vera, Walter",
+        "test": "Ann, Bruno, Clara, Dmitri, Emma, Felix, Gina, Hugo, Irma, Jack, Kira, Leo, Mona, Nils, Oscar, Paula, "
+        "Ravi, Sofia, Theo, Yara",
+    }.items()
 }
 KINDS = (
     Kind(

@@ -1,4 +1,4 @@
-"""Nearest vectors: exact search in memory, and above some size files of usearch that can always be made again."""
+"""Nearest vectors: exact search in memory, and for large users files of usearch that can always be made again."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from titans.files import write_atomically
 from titans.text.records import StoreError
 from titans.text.sqlite import Segment, SqliteStore, UserRow
 
-EXACT = 20_000  # so many records of a user are searched one by one; from there on there are files
+EXACT = 20_000  # records of a user that are searched one by one; beyond that there are files
 SEGMENT = 10_000  # records of a file
-PATCHED = 1_000  # so many changes are followed one by one; after more all is read again
+PATCHED = 1_000  # changes that are followed one by one; after more, everything is read again
 LEAST = 1_000  # fewer than this are never worth a file
-KEPT = 300_000  # records of which places are kept in memory, over all users
-WIDER = 4  # how much more is asked of a file when not all of its records may be found
+KEPT = 300_000  # records whose sequence numbers are kept in memory, over all users
+WIDER = 4  # factor by which more is asked of a file when not all of its records may be found
 EXPANSION = 64  # candidates that usearch follows
 
 
@@ -39,12 +40,12 @@ def nearest_exact(matrix: np.ndarray, vector: np.ndarray, many: int) -> tuple[np
 
 @dataclass(frozen=True)
 class Selection:
-    """The records of one user among which is searched.
+    """The records of one user that are searched.
 
     Attributes:
         name, user: the user.
         scopes: numbers of the scopes; None: all of the user's.
-        matching: places of records that pass a filter; None: there is no filter.
+        matching: sequence numbers of the records that pass a filter; None: there is no filter.
     """
 
     name: str
@@ -55,24 +56,24 @@ class Selection:
 
 @dataclass
 class Catalogue:
-    """What a process keeps in memory of a user's records, in their order.
+    """What a process keeps in memory about a user's records, in their order.
 
     Attributes:
-        places, scopes, lengths: (n,) the place of each record, its scope and its number of words.
-        open_places, open_vectors: (m,) and (m, width), the records that no file of the index covers.
+        seqs, scopes, lengths: (n,), for each record its sequence number, its scope and its number of words.
+        open_seqs, open_vectors: (m,) and (m, width), the records that no file of the index covers.
         files: the open files of the index by name.
         projected: the open vectors in the neural memory's space, made when first asked for.
         epoch, event: of the user, and the last line of the log, when the records were read.
-        state: of which places and files the open vectors are.
+        state: which records and files the open vectors belong to.
     """
 
     user: int
     epoch: int
     event: int
-    places: np.ndarray
+    seqs: np.ndarray
     scopes: np.ndarray
     lengths: np.ndarray
-    open_places: np.ndarray
+    open_seqs: np.ndarray
     open_vectors: np.ndarray
     files: dict[str, tuple[Segment, Any]] = field(default_factory=dict)
     projected: np.ndarray | None = None
@@ -82,11 +83,11 @@ class Catalogue:
         """(n,) bool: which of the records are selected; None if all are."""
         if selection.scopes is None and selection.matching is None:
             return None
-        mask = np.ones(len(self.places), dtype=bool)
+        mask = np.ones(len(self.seqs), dtype=bool)
         if selection.scopes is not None:
             mask &= np.isin(self.scopes, selection.scopes)
         if selection.matching is not None:
-            mask &= np.isin(self.places, selection.matching)
+            mask &= np.isin(self.seqs, selection.matching)
         return None if mask.all() else mask
 
 
@@ -106,81 +107,81 @@ class LocalIndex:
             known = Catalogue(user.id, user.epoch, self.store.last_event(), none, none, none, none, matrix)
             self._users[user.id] = known
         self._users.move_to_end(user.id)
-        last = int(known.places[-1]) if len(known.places) else 0
+        last = int(known.seqs[-1]) if len(known.seqs) else 0
         new = self.store.rows_after(user.id, last)
         if len(new):
-            known.places, known.scopes, known.lengths = (
+            known.seqs, known.scopes, known.lengths = (
                 np.concatenate([old, column])
-                for old, column in zip((known.places, known.scopes, known.lengths), new.T, strict=True)
+                for old, column in zip((known.seqs, known.scopes, known.lengths), new.T, strict=True)
             )
         if vectors:
             self._refresh(known)
-        while len(self._users) > 1 and sum(len(other.places) for other in self._users.values()) > KEPT:
+        while len(self._users) > 1 and sum(len(other.seqs) for other in self._users.values()) > KEPT:
             self._users.popitem(last=False)
         return known
 
     def _patch(self, known: Catalogue, user: UserRow) -> bool:
-        """Follows what was erased or replaced since; False if that is too much, and all must be read again."""
+        """Follows what was erased or replaced since; False if that is too much, and everything must be read again."""
         changed = self.store.changes_after(known.event, PATCHED + 1)
         if changed is None or len(changed) > PATCHED:
             return False
-        stay = ~np.isin(known.places, changed)
+        stay = ~np.isin(known.seqs, changed)
         again = self.store.rows_at(user.id, changed)
-        columns = (known.places[stay], known.scopes[stay], known.lengths[stay])
+        columns = (known.seqs[stay], known.scopes[stay], known.lengths[stay])
         joined = [np.concatenate([old, new]) for old, new in zip(columns, again.T, strict=True)]
         order = np.argsort(joined[0], kind="stable")
-        known.places, known.scopes, known.lengths = (column[order] for column in joined)
-        stay = ~np.isin(known.open_places, changed)
-        known.open_places, known.open_vectors = known.open_places[stay], known.open_vectors[stay]
+        known.seqs, known.scopes, known.lengths = (column[order] for column in joined)
+        stay = ~np.isin(known.open_seqs, changed)
+        known.open_seqs, known.open_vectors = known.open_seqs[stay], known.open_vectors[stay]
         known.epoch, known.event, known.state, known.projected = user.epoch, self.store.last_event(), (), None
         return True
 
     def _refresh(self, known: Catalogue) -> None:
         """Opens new files of the index, and loads the vectors that none of them covers."""
         segments = {segment.file: segment for segment in self.store.segments(known.user)}
-        state = (len(known.places), *segments)
+        state = (len(known.seqs), *segments)
         if known.state == state:
             return
         known.files = {name: known.files[name] for name in known.files if name in segments}
-        uncovered = np.ones(len(known.places), dtype=bool)
+        uncovered = np.ones(len(known.seqs), dtype=bool)
         for name, segment in segments.items():
             if name not in known.files:
                 opened = _open_file(self.store.index_folder / name, segment.sum)
                 if opened is None:
                     continue
                 known.files[name] = (segment, opened)
-            low, high = np.searchsorted(known.places, [segment.low, segment.high + 1])
+            low, high = np.searchsorted(known.seqs, [segment.low, segment.high + 1])
             uncovered[low:high] = False
         known.state = state
-        wanted = known.places[uncovered]
-        places, vectors = known.open_places, known.open_vectors
-        kept = np.isin(places, wanted)
+        wanted = known.seqs[uncovered]
+        seqs, vectors = known.open_seqs, known.open_vectors
+        kept = np.isin(seqs, wanted)
         if not kept.all():
-            places, vectors = places[kept], vectors[kept]
-        missing = wanted[~np.isin(wanted, places)]
+            seqs, vectors = seqs[kept], vectors[kept]
+        missing = wanted[~np.isin(wanted, seqs)]
         if len(missing):
-            later = not len(places) or missing[0] > places[-1]
+            later = not len(seqs) or missing[0] > seqs[-1]
             found, matrix = self.store.vectors_between(known.user, int(missing[0]), int(missing[-1]), self.width)
             new = np.isin(found, missing)
-            places, vectors = np.concatenate([places, found[new]]), np.concatenate([vectors, matrix[new]])
+            seqs, vectors = np.concatenate([seqs, found[new]]), np.concatenate([vectors, matrix[new]])
             if not later:
-                order = np.argsort(places, kind="stable")
-                places, vectors = places[order], vectors[order]
-        known.open_places, known.open_vectors, known.projected = places, vectors, None
+                order = np.argsort(seqs, kind="stable")
+                seqs, vectors = seqs[order], vectors[order]
+        known.open_seqs, known.open_vectors, known.projected = seqs, vectors, None
 
     def nearest(self, selection: Selection, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
-        """The places of the nearest records of a selection, and their cosines, best first."""
+        """The sequence numbers of the nearest records of a selection, and their cosines, best first."""
         known = self.catalogue(selection.user)
         allowed = known.allowed(selection)
-        places, vectors = known.open_places, known.open_vectors
+        seqs, vectors = known.open_seqs, known.open_vectors
         if allowed is not None:
-            inside = among(places, known.places[allowed])
-            places, vectors = places[inside], vectors[inside]
+            inside = among(seqs, known.seqs[allowed])
+            seqs, vectors = seqs[inside], vectors[inside]
         rows, scores = nearest_exact(vectors, vector, many)
-        found, cosines = [places[rows]], [scores]
+        found, cosines = [seqs[rows]], [scores]
         for segment, opened in known.files.values():
-            low, high = np.searchsorted(known.places, [segment.low, segment.high + 1])
-            may = None if allowed is None or allowed[low:high].all() else known.places[low:high][allowed[low:high]]
+            low, high = np.searchsorted(known.seqs, [segment.low, segment.high + 1])
+            may = None if allowed is None or allowed[low:high].all() else known.seqs[low:high][allowed[low:high]]
             part = _search_file(opened, vector, may, int(high - low), many)
             found.append(part[0])
             cosines.append(part[1])
@@ -189,7 +190,7 @@ class LocalIndex:
         return everything[order], scores[order]
 
     def build(self, user: str) -> int:
-        """Writes files for a user's records once enough of them are in none; returns how many were written."""
+        """Writes files for a user's records once enough of them are in no file; returns how many were written."""
         with self.store.reading():
             row = self.store.find_user(user)
             if row is None or row.count < EXACT:
@@ -198,20 +199,16 @@ class LocalIndex:
             if row.count - sum(segment.count for segment in covered) < (SEGMENT if covered else EXACT):
                 return 0
             known = self.catalogue(row)
-            places, vectors = known.open_places, known.open_vectors
-        return sum(
-            self._build_file(user, row, places[low:high], vectors[low:high]) for low, high in _runs(places, covered)
-        )
+            seqs, vectors = known.open_seqs, known.open_vectors
+        return sum(self._build_file(user, row, seqs[low:high], vectors[low:high]) for low, high in _runs(seqs, covered))
 
-    def _build_file(self, user: str, row: UserRow, places: np.ndarray, vectors: np.ndarray) -> int:
-        from titans.files import write_atomically
-
-        name, data = f"{uuid.uuid4().hex}.usearch", _make_file(places, vectors)
+    def _build_file(self, user: str, row: UserRow, seqs: np.ndarray, vectors: np.ndarray) -> int:
+        name, data = f"{uuid.uuid4().hex}.usearch", _make_file(seqs, vectors)
         write_atomically(self.store.index_folder / name, data)
-        segment = Segment(name, int(places[0]), int(places[-1]), len(places), zlib.crc32(data))
+        segment = Segment(name, int(seqs[0]), int(seqs[-1]), len(seqs), zlib.crc32(data))
         with self.store.writing():
             now = self.store.find_user(user)
-            # Something of the user's may have been erased meanwhile: a file that still holds it must not stay.
+            # Something of this user may have been erased meanwhile: a file that still holds it must not stay.
             valid = now is not None and (now.id, now.epoch) == (row.id, row.epoch)
             if valid:
                 self.store.add_segment(row.id, segment)
@@ -219,28 +216,24 @@ class LocalIndex:
             (self.store.index_folder / name).unlink(missing_ok=True)
         return int(valid)
 
-    def forget(self) -> None:
-        """Drops what is kept in memory."""
-        self._users.clear()
 
-
-def among(places: np.ndarray, known: np.ndarray) -> np.ndarray:
-    """Which of the places are among those known, which are sorted."""
+def among(seqs: np.ndarray, known: np.ndarray) -> np.ndarray:
+    """Which of the numbers are among those known, which are sorted."""
     if not len(known):
-        return np.zeros(len(places), dtype=bool)
-    rows = np.minimum(np.searchsorted(known, places), len(known) - 1)
-    return known[rows] == places
+        return np.zeros(len(seqs), dtype=bool)
+    rows = np.minimum(np.searchsorted(known, seqs), len(known) - 1)
+    return known[rows] == seqs
 
 
-def _runs(places: np.ndarray, covered: Sequence[Segment]) -> list[tuple[int, int]]:
-    """Ranges of the open records to write to files; none reaches over another file's range.
+def _runs(seqs: np.ndarray, covered: Sequence[Segment]) -> list[tuple[int, int]]:
+    """Ranges of the open records to write to files; none overlaps another file's range.
 
-    At the end only whole files are made, since it will grow. The holes that erasing has left are filled once there are
-    as many records in them as are searched one by one.
+    At the end, which will grow, only whole files are made. The holes that erasing has left are filled once they have as
+    many records as are searched one by one.
     """
-    edges = np.searchsorted(places, [segment.low for segment in covered])
-    edges = np.unique(np.concatenate([[0], edges, [len(places)]])).astype(int)
-    tail = int(np.searchsorted(places, max((segment.high for segment in covered), default=0)))
+    edges = np.searchsorted(seqs, [segment.low for segment in covered])
+    edges = np.unique(np.concatenate([[0], edges, [len(seqs)]])).astype(int)
+    tail = int(np.searchsorted(seqs, max((segment.high for segment in covered), default=0)))
     ranges = []
     for low, high in itertools.pairwise(edges.tolist()):
         least = SEGMENT if low >= tail else LEAST
@@ -261,10 +254,10 @@ def _usearch() -> Any:
     return Index
 
 
-def _make_file(places: np.ndarray, vectors: np.ndarray) -> bytes:
-    """The bytes of an index of vectors (n, width), whose keys are their places."""
+def _make_file(seqs: np.ndarray, vectors: np.ndarray) -> bytes:
+    """The bytes of an index of vectors (n, width), whose keys are sequence numbers."""
     index = _usearch()(ndim=vectors.shape[1], metric="cos", dtype="f16", expansion_add=128)
-    index.add(places.astype(np.uint64), vectors)
+    index.add(seqs.astype(np.uint64), vectors)
     return bytes(index.save())
 
 
@@ -284,7 +277,7 @@ def _open_file(path: Path, sum: int) -> Any:
 def _search_file(
     index: Any, vector: np.ndarray, may: np.ndarray | None, size: int, many: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest of a file, best first; ``may`` are the places that may be found, None if all may."""
+    """The nearest records of a file, best first; ``may``: those that may be found, None if all may."""
     if may is not None and not len(may):
         return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
     if may is not None and WIDER * len(may) < size:
@@ -294,10 +287,10 @@ def _search_file(
     asked = many
     while True:
         found = index.search(vector, min(asked, size))
-        places, scores = found.keys.astype(np.int64), 1 - found.distances
+        seqs, scores = found.keys.astype(np.int64), 1 - found.distances
         if may is None:
-            return places, scores
-        inside = np.isin(places, may)
+            return seqs, scores
+        inside = np.isin(seqs, may)
         if int(inside.sum()) >= min(many, len(may)) or asked >= size:
-            return places[inside][:many], scores[inside][:many]
+            return seqs[inside][:many], scores[inside][:many]
         asked *= WIDER

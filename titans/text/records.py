@@ -1,4 +1,4 @@
-"""What a text memory holds and finds, and the checks of everything that comes in."""
+"""What a text memory holds and finds, and the checks of its input."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
 MAX_NAME = 200  # characters of a user, agent, session, role or id
 MAX_FOUND = 1_000  # records of one search
 ANY_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
-CONTROLS = re.compile(r"(?![\t\n\r\v\f\x85])[\x00-\x1f\x7f-\x9f]")  # those that may not stand in a text
+CONTROLS = re.compile(r"(?![\t\n\r\v\f\x85])[\x00-\x1f\x7f-\x9f]")  # not allowed in a text
 COMPARISONS = ("ne", "gt", "gte", "lt", "lte", "in")
 
 
@@ -33,12 +33,12 @@ class OtherEncoder(StoreError):
 
 
 class UnknownRecord(StoreError):
-    """There is no record with that id where it was looked for."""
+    """No record has that id, or none of that user."""
 
 
 @dataclass(frozen=True)
 class Scope:
-    """Whose memory it is: exactly this user, agent and session; None is a place of its own, not "any"."""
+    """Whose memory it is: exactly this user, agent and session; no agent is a scope of its own, not "any agent"."""
 
     user: str = "default"
     agent: str | None = None
@@ -63,7 +63,7 @@ class Record:
         created: UTC, ISO 8601 with microseconds, as ``updated``.
         surprise: the loss of the scope's memory on this text, before it was written.
         version: 1, and one more with every update.
-        uses: how often a search has returned it, as far as has been written down.
+        uses: how often a search has returned it, as of the last write.
     """
 
     id: str
@@ -90,7 +90,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, given: Mapping[str, Any]) -> Record:
-        """A checked record from the fields of one; only ``text`` must be there."""
+        """A checked record from its fields; only ``text`` is required."""
         if not isinstance(given, Mapping):
             raise ValueError(f"a record is a {type(given).__name__}; expected an object with a text")
         unknown = sorted(set(given) - {item.name for item in fields(cls)})
@@ -118,13 +118,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Hit:
-    """A record that was found, and why: its place (from 1) and value in each voice that named it.
+    """A record that was found, and why: its rank (from 1) and value for each signal that named it.
 
     Attributes:
-        score: 1 if every voice put it first, towards 0 the later they name it.
+        score: 1 if every signal ranked it first, closer to 0 the lower it was ranked.
         cosine: of the question's vector and the text's.
         bm25: how well the words match; None if the words did not name it.
-        neural: cosine with what the scope's memory answers; None if the neural voice was not asked.
+        neural: cosine with what the scope's memory answers; None if the memory was not asked.
         surprise: of the record when it was written.
         age: seconds since it was created.
     """
@@ -146,7 +146,7 @@ class Found:
     """What a search found, best first.
 
     Attributes:
-        below: how many candidates were passed over because their cosine was below the threshold.
+        below: how many candidates were left out because their cosine was below the threshold.
         threshold: what was asked for.
         note: a sentence if nothing could be found, such as that the scope is unknown.
     """
@@ -191,8 +191,8 @@ def utc_now() -> str:
 def check_text(text: object, name: str = "text") -> str:
     """The text, if it can be kept: not empty, not enormous, valid Unicode, no control characters.
 
-    Tabs, line breaks and form feeds may stand in a text. Other control characters are refused and not taken out: what
-    is stored is what was said, and what is shown on a terminal cannot steer it.
+    Tabs, line breaks and form feeds are allowed. Other control characters are refused rather than removed: what is
+    stored is what was said, and what is shown on a terminal cannot steer it.
     """
     if not isinstance(text, str):
         raise ValueError(f"{name} is of type {type(text).__name__}; expected a text")
@@ -209,7 +209,7 @@ def check_text(text: object, name: str = "text") -> str:
 
 
 def check_name(value: object, name: str) -> str:
-    """The name of a user, agent, session, role or record, if it can be one."""
+    """The name of a user, agent, session, role or record, if it is valid."""
     if not isinstance(value, str):
         raise ValueError(f"{name} is of type {type(value).__name__}; expected a name")
     if not value.strip() or len(value) > MAX_NAME:
@@ -226,7 +226,7 @@ def check_role(role: object) -> str | None:
 
 
 def check_metadata(metadata: object) -> dict[str, Any]:
-    """The metadata as it will come back from JSON; None is none."""
+    """The metadata as JSON will return them; None: there are none."""
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping) or not all(isinstance(key, str) for key in metadata):

@@ -1,4 +1,4 @@
-"""What can still be read of a damaged store, row by row: from its records, and where they fail from its log."""
+"""Reads what is left of a damaged store, row by row: from its records and, where they fail, from its log."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from titans.text.encoder import TextEncoder
-from titans.text.memory import Memory, Progress
+from titans.text.database import MAGIC, PAGE, locate
+from titans.text.encoder import Progress, TextEncoder
+from titans.text.memory import Memory
 from titans.text.neural import NeuralTextMemory
 from titans.text.records import Record, StoreError
-from titans.text.sqlite import PAGE, encode_body, locate, to_record
+from titans.text.sqlite import encode_body, to_record
 
-MAGIC = b"SQLite format 3\0"
 # The same in all stores: size of a page, write-ahead log for reading and writing, no reserved bytes, three constants.
 HEADER = MAGIC + PAGE.to_bytes(2, "big") + bytes([2, 2, 0, 64, 32, 32])
 FIELDS = "seq, id, scope, role, text, metadata, created, updated, surprise, version, uses, sum"
 
 
 class Salvage(NamedTuple):
-    """What was read of a damaged store."""
+    """What was read from a damaged store."""
 
     records: list[Record]  # in their order
     lost: int | None  # how many more there were; None if the store cannot say
 
 
 def salvage(path: str | Path) -> Salvage:
-    """Reads what can be read of a damaged store; the store itself is not touched."""
+    """Reads what is left of a damaged store; the store itself is not touched."""
     file = locate(path)
     if not file.is_file():
         raise StoreError(f"there is no memory store at {file}")
@@ -44,11 +44,11 @@ def salvage(path: str | Path) -> Salvage:
         _mend_header(copy)
         connection = sqlite3.connect(copy, isolation_level=None)
         try:
-            # Lets SQLite read a file that is shorter than it says.
+            # Lets SQLite read a file that is shorter than its header says.
             connection.execute("PRAGMA writable_schema = ON")
             return _read(connection)
         except sqlite3.DatabaseError as error:
-            raise StoreError(f"nothing can be read of {file}: {error}") from error
+            raise StoreError(f"nothing can be read from {file}: {error}") from error
         finally:
             connection.close()
 
@@ -60,7 +60,7 @@ def recover(
     neural: NeuralTextMemory | str | Path | None = None,
     progress: Progress | None = None,
 ) -> Salvage:
-    """Writes what can be read of a damaged store to a new one, in its order; vectors and memories are made again."""
+    """Writes what is left of a damaged store to a new one, in its order; vectors and memories are made again."""
     target = locate(out)
     if target.exists():
         raise StoreError(f"{target} is there already; expected the name of a new store")
@@ -96,7 +96,7 @@ def _read(connection: sqlite3.Connection) -> Salvage:
 
 
 def _read_log(connection: sqlite3.Connection) -> tuple[dict[int, Record], set[int]]:
-    """The last text of every record by its place, and the places that were erased."""
+    """The last text of every record by its sequence number, and the numbers that were erased."""
     logged: dict[int, Record] = {}
     gone: set[int] = set()
     for _, seq, kind, body, total in _rows(connection, "events", "n", "n, seq, kind, body, sum"):
@@ -121,7 +121,7 @@ def _to_record(row: Sequence[Any], scopes: dict[int, Any], users: dict[int, str]
 
 
 def _rows(connection: sqlite3.Connection, table: str, key: str, fields: str) -> Iterator[Sequence[Any]]:
-    """The rows of a table that can be read, one at a time, passing over those that cannot."""
+    """The rows of a table, one at a time; those that cannot be read are skipped."""
     last = _try(connection, "SELECT seq FROM sqlite_sequence WHERE name = ?", table)
     if last is None or not isinstance(last[0], int):
         last = _try(connection, f"SELECT max({key}) FROM {table}")

@@ -1,4 +1,4 @@
-"""A scope's memory made of its texts, with the states that are kept on the way."""
+"""A scope's memory, made from its texts, and the states that are kept along the way."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ SPARSE = 64  # chunks between the older states that are kept: a deletion replays
 class Replay:
     """A scope's memory made again without some texts, or with others: what a deletion writes."""
 
-    version: int
     base: int  # the texts before this one are untouched
     memory: ScopeMemory | None
     surprises: list[tuple[int, float]]
@@ -27,11 +26,11 @@ class Replay:
 def advance(
     neural: NeuralTextMemory, memory: ScopeMemory, vectors: np.ndarray
 ) -> tuple[ScopeMemory, np.ndarray, list[State]]:
-    """Tells a memory texts, and notes the states to keep: the one after the last whole chunk, and sparse older ones.
+    """Writes texts to a memory, and notes the states to keep: after the last whole chunk, and sparse older ones.
 
     Args:
         neural: the projections.
-        memory: what was known before.
+        memory: the memory before.
         vectors: (n, width), of the texts.
 
     Returns:
@@ -42,12 +41,12 @@ def advance(
     marks = set(range(start // sparse * sparse + sparse, end + 1, sparse))
     if end // size * size > start:
         marks.add(end // size * size)
-    told, states = [], []
+    surprises, states = [], []
     for mark in [*sorted(marks), end]:
         part = vectors[memory.count - start : mark - start]
         if len(part):
-            memory, surprises = neural.write(memory, torch.from_numpy(part))
-            told.append(surprises.numpy())
+            memory, found = neural.write(memory, torch.from_numpy(part))
+            surprises.append(found.numpy())
             if mark in marks:
                 states.append(State(mark, neural.pack(memory), mark % sparse == 0))
-    return memory, np.concatenate([*told, np.empty(0, dtype=np.float32)]), states
+    return memory, np.concatenate([*surprises, np.empty(0, dtype=np.float32)]), states

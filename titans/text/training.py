@@ -1,11 +1,11 @@
-"""The outer loop of the text memory: episodes in which a few texts are written and some of them asked for."""
+"""The outer loop of the text memory: episodes in which a few texts are written and then asked for."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans.ops import MemoryState
-from titans.text.encoder import CachedEncoder, TextEncoder
+from titans.text.encoder import CachedEncoder, Progress, TextEncoder
 from titans.text.facts import generate_facts
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 
-MIN_WORDS = 6  # of a text that is long enough to be asked for by a half of it
-Progress = Callable[[int, int, str], None]
+MIN_WORDS = 6  # of a text that is long enough to be asked for by half of it
 
 
 @dataclass(frozen=True)
@@ -30,17 +29,17 @@ class TextTraining:
 
     Args:
         epochs: passes over the data.
-        written: texts of an episode that the memory is told.
+        written: texts of an episode that are written to the memory.
         asked: queries of an episode, each of which is answered by one of the texts that were written.
-        batch: episodes of a step.
+        batch: episodes per step.
         learning_rate, weight_decay: of AdamW.
         clip: the largest norm of a step's gradient.
         write, read: weights of the losses on the write and on the read.
-        contrastive: weight of the retrieval loss, which reaches every parameter; 0: none. The other two alone are met
-            best by one value for all texts, with which nothing can be found.
+        contrastive: weight of the retrieval loss, which reaches every parameter; 0: none. The other two alone are
+            smallest if all texts have the same value, and then nothing can be found.
         temperature: of the retrieval loss.
-        generated: episodes an epoch that are made from templates, besides those of the data.
-        held_out: part of the data that is not trained on.
+        generated: episodes per epoch that are made from templates, besides those of the data.
+        held_out: share of the data that is not trained on.
         seed: of the episodes.
     """
 
@@ -74,7 +73,7 @@ class TextTraining:
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
         if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out is {self.held_out}; expected a part between 0 and 1")
+            raise ValueError(f"held_out is {self.held_out}; expected a share between 0 and 1")
 
 
 class Message(NamedTuple):
@@ -116,9 +115,9 @@ class Losses(NamedTuple):
 def read_transcripts(paths: Iterable[str | Path]) -> list[Session]:
     """The sessions of some files.
 
-    A ``.jsonl`` or ``.json`` file has an object a line: ``text``, and if it likes ``session`` and ``question``; with a
-    question and an ``answer`` but no text, the answer is the text. In any other file a line is a message, and an empty
-    line starts a new session.
+    A ``.jsonl`` or ``.json`` file has one object per line: ``text``, and optionally ``session`` and ``question``; with
+    a question and an ``answer`` but no text, the answer is the text. In any other file each line is a message, and an
+    empty line starts a new session.
     """
     sessions: list[Session] = []
     for path in map(Path, paths):
@@ -129,7 +128,7 @@ def read_transcripts(paths: Iterable[str | Path]) -> list[Session]:
         read = _read_objects if path.suffix in (".jsonl", ".json") else _read_lines
         found = [session for session in read(path, lines) if session]
         if not found:
-            raise ValueError(f"{path} has no messages in it; expected one a line")
+            raise ValueError(f"{path} has no messages in it; expected one per line")
         sessions += found
     return sessions
 
@@ -177,7 +176,7 @@ def _words(value: object, name: str, where: str) -> str:
 
 
 def generate_sessions(count: int, size: int, rng: random.Random, part: str = "train") -> list[Session]:
-    """Sessions of ``size`` facts about people, each said in one of two ways and known by two questions."""
+    """Sessions of ``size`` facts about people, each stated in one of two ways and with two questions."""
     sessions = []
     for _ in range(count):
         facts = generate_facts(size, rng, part)
@@ -215,11 +214,11 @@ def split_sessions(
 
 
 def draw_episodes(sessions: Sequence[Session], settings: TextTraining, rng: random.Random) -> list[Episode]:
-    """Episodes from stretches of messages that follow each other, each message in about one of them.
+    """Episodes from stretches of consecutive messages, each message in about one of them.
 
-    A query is a question, where the data has some for a text of the stretch; otherwise a half of a text that was
-    written, or a message that was left out, whose neighbour answers it. What is left of a session that does not fill an
-    episode joins what is left of the next.
+    A query is a question, where the data has some for a text of the stretch; otherwise half of a text that was written,
+    or a message that was left out, whose neighbour answers it. What is left of a session that does not fill an episode
+    joins what is left of the next.
     """
     size = settings.written + settings.asked
     stretches: list[Session] = []
@@ -231,7 +230,7 @@ def draw_episodes(sessions: Sequence[Session], settings: TextTraining, rng: rand
         stretches += [session[i : i + length] for i in range(start, len(session) - length + 1, length)]
         used = start + (len(session) - start) // length * length
         rest += session[:start] + session[used:]
-    # Neighbours in the rest did not follow each other: there only questions and halves ask.
+    # Messages in the rest are not consecutive: there only questions and halves are queries.
     stretches += [rest[i : i + settings.written] for i in range(0, len(rest) - settings.written + 1, settings.written)]
     episodes = [_draw_episode(stretch, settings, rng) for stretch in stretches]
     rng.shuffle(episodes)
@@ -284,7 +283,7 @@ def make_batch(episodes: Sequence[Episode], encoder: TextEncoder) -> Batch:
 
 
 def write_texts(memory: NeuralTextMemory, vectors: Tensor) -> tuple[MemoryState, Tensor, Tensor]:
-    """Writes texts (batch, n, width) to memories that know nothing, with gradients.
+    """Writes texts (batch, n, width) to empty memories, with gradients.
 
     Returns the memories after them, and the keys and values that were written, (batch, n, dim).
     """
@@ -313,12 +312,12 @@ def episode_losses(memory: NeuralTextMemory, batch: Batch, temperature: float | 
     write = (memory.network(state.weights, k.unsqueeze(1)).squeeze(1) - v).square().sum(-1).mean()
 
     x = memory.project(batch.asked)
-    told = memory.answer(state.detach(), x.detach())
+    answer = memory.answer(state.detach(), x.detach())
     target = v.gather(1, batch.answers.unsqueeze(-1).expand(-1, -1, v.shape[-1])).detach()
-    read = (told - target).square().sum(-1).mean()
+    read = (answer - target).square().sum(-1).mean()
     texts = memory.project(batch.written)
     found, found_without = (
-        ((asked @ among.mT).argmax(-1) == batch.answers).float().mean() for asked, among in ((told, v), (x, texts))
+        ((asked @ among.mT).argmax(-1) == batch.answers).float().mean() for asked, among in ((answer, v), (x, texts))
     )
 
     contrastive = read.new_zeros(())
@@ -326,7 +325,7 @@ def episode_losses(memory: NeuralTextMemory, batch: Batch, temperature: float | 
         texts = texts.flatten(0, 1)
         first = torch.arange(len(batch.written), device=x.device).unsqueeze(1) * batch.written.shape[1]
         labels = (first + batch.answers).flatten()
-        # The same words may stand in another episode, where they would be the right answer, too.
+        # Another episode may have the same text, which would then be a right answer, too.
         same = texts @ texts.mT > 1 - 1e-4
         others = same[labels] & (torch.arange(len(texts), device=x.device) != labels.unsqueeze(1))
         turn = memory.take_turn(state, batch.asked)
@@ -337,7 +336,7 @@ def episode_losses(memory: NeuralTextMemory, batch: Batch, temperature: float | 
 
 
 def add_gradients(memory: NeuralTextMemory, losses: Losses, settings: TextTraining) -> None:
-    """Adds the gradients of the losses to those parameters that each of them is for."""
+    """Adds the gradients of each loss to the parameters that it is for."""
     query = memory.to_query.weight
     others = [parameter for parameter in memory.parameters() if parameter is not query]
     if settings.contrastive:
@@ -358,7 +357,7 @@ def evaluate(memory: NeuralTextMemory, batches: Sequence[Batch], settings: TextT
 
 @dataclass(frozen=True)
 class Result:
-    """A trained memory, and what is known of its training."""
+    """A trained memory, and the figures of its training."""
 
     memory: NeuralTextMemory
     figures: dict[str, Any]
@@ -371,14 +370,14 @@ def train_memory(
     settings: TextTraining = TextTraining(),  # noqa: B008 (frozen)
     on_progress: Progress | None = None,
 ) -> Result:
-    """Trains a memory on sessions and on ``settings.generated`` episodes an epoch.
+    """Trains a memory on sessions and on ``settings.generated`` episodes per epoch.
 
     Args:
         sessions: what :func:`read_transcripts` gives; may be empty if there are generated episodes.
         encoder: of the texts; stays as it is.
         config: of the memory; default: that of an untrained one, with the encoder's width.
-        settings: how.
-        on_progress: told (done, total, what is being done).
+        settings: how it is trained.
+        on_progress: called with (done, total, what is being done).
     """
     started = time.perf_counter()
     config = replace(config or NeuralConfig(), width=encoder.width)
@@ -386,12 +385,12 @@ def train_memory(
     trained, held_out = _episodes(sessions, settings, rng)
     cached = CachedEncoder(encoder)  # which is never trained
 
-    def batches(episodes: Sequence[Episode]) -> list[Batch]:
+    def batches(episodes: Sequence[Episode]) -> Iterator[Batch]:
         cached.learn([text for each in episodes for text in (*each.written, *each.asked)], on_progress)
-        parts = (episodes[i : i + settings.batch] for i in range(0, len(episodes), settings.batch))
-        return [make_batch(part, cached) for part in parts]
+        for start in range(0, len(episodes), settings.batch):
+            yield make_batch(episodes[start : start + settings.batch], cached)
 
-    checks = batches(held_out)
+    checks = list(batches(held_out))
 
     memory = NeuralTextMemory(config)
     before = evaluate(memory, checks, settings)

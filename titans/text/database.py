@@ -1,0 +1,299 @@
+"""The file of a store: opening it, what to do if it is damaged, and transactions of threads and processes."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from titans.text.records import DamagedStore, StoreError, new_id, utc_now
+from titans.words import sentence
+
+FORMAT = 1
+APPLICATION = 0x5469746D  # marks the file as a memory store
+MAGIC = b"SQLite format 3\0"
+FILE_NAME = "memory.sqlite3"
+FILE_ENDINGS = (".sqlite3", ".sqlite", ".db")
+PAGE = 8192  # five vectors of 384 numbers fill a page; two would leave a quarter of 4096 bytes empty
+PATIENCE = 60.0  # seconds to wait for another process
+CHECKED_AT_OPEN = 64 << 20  # bytes up to which the whole file is checked when it is opened
+TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
+SCHEMA = f"""
+CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
+CREATE TABLE users (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL UNIQUE, count INTEGER NOT NULL, epoch INTEGER NOT NULL
+);
+CREATE TABLE scopes (
+    id INTEGER PRIMARY KEY AUTOINCREMENT, user INTEGER NOT NULL, agent TEXT NOT NULL, session TEXT NOT NULL,
+    count INTEGER NOT NULL, version INTEGER NOT NULL, UNIQUE (user, agent, session)
+);
+CREATE TABLE records (
+    seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, user INTEGER NOT NULL, scope INTEGER NOT NULL,
+    role TEXT, text TEXT NOT NULL, metadata TEXT NOT NULL, created TEXT NOT NULL, updated TEXT NOT NULL,
+    version INTEGER NOT NULL, words INTEGER NOT NULL, sum INTEGER NOT NULL,
+    surprise REAL NOT NULL, uses INTEGER NOT NULL
+);
+CREATE INDEX records_of_user ON records (user, seq);
+CREATE INDEX records_of_scope ON records (scope, seq);
+CREATE TABLE vectors (
+    seq INTEGER PRIMARY KEY, encoder TEXT NOT NULL, sum INTEGER NOT NULL, vector BLOB NOT NULL
+);
+CREATE TABLE states (
+    scope INTEGER NOT NULL, count INTEGER NOT NULL, kept INTEGER NOT NULL, sum INTEGER NOT NULL, state BLOB NOT NULL,
+    PRIMARY KEY (scope, count)
+);
+CREATE TABLE events (
+    n INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, kind TEXT NOT NULL, id TEXT, seq INTEGER,
+    scope INTEGER NOT NULL, version INTEGER, body TEXT, sum INTEGER
+);
+CREATE INDEX events_of_record ON events (id, n);
+CREATE INDEX events_of_scope ON events (scope, n);
+CREATE TABLE segments (
+    file TEXT PRIMARY KEY, user INTEGER NOT NULL, low INTEGER NOT NULL, high INTEGER NOT NULL, count INTEGER NOT NULL,
+    sum INTEGER NOT NULL
+);
+CREATE VIRTUAL TABLE words USING fts5 (body, content='', tokenize="{TOKENIZER}");
+CREATE VIRTUAL TABLE word_counts USING fts5vocab (words, row);
+CREATE VIRTUAL TABLE word_places USING fts5vocab (words, instance);
+"""
+Values = Sequence[Any] | Mapping[str, Any]  # of the placeholders of a statement
+
+_INHERITED: list[sqlite3.Connection] = []  # of a parent process: closing one here could disturb it there
+
+
+def locate(path: str | Path) -> Path:
+    """The database file of a store, which is given by its folder or by the file itself."""
+    path = Path(path)
+    return path if path.is_file() or path.suffix in FILE_ENDINGS else path / FILE_NAME
+
+
+class Database:
+    """An open database file; safe to share between threads, and between processes by opening the same path.
+
+    Attributes:
+        file: the database.
+        read_only: nothing is written.
+        damage: a sentence if the file is damaged, which makes it read-only.
+        lock: held by the thread that uses the connection.
+    """
+
+    def __init__(self, path: str | Path, read_only: bool = False) -> None:
+        self.file = locate(path)
+        self.read_only = read_only
+        self.damage: str | None = None
+        self.lock = threading.RLock()
+        self._inside = self._closed = False
+        if not self.file.is_file():
+            if self.read_only:
+                raise StoreError(f"there is no memory store at {self.file}")
+            try:
+                self.file.parent.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise StoreError(f"{self.file.parent} cannot be made: {error.strerror}") from error
+        elif self.file.stat().st_size:
+            with self.file.open("rb") as stream:
+                if stream.read(len(MAGIC)) != MAGIC:
+                    raise StoreError(
+                        f"{self.file} is not a memory store, or its first bytes are damaged; "
+                        f"`titans memory recover {self.file} --out NEW` tries to read it"
+                    )
+        with self._as_sentences():
+            self._connection = self._connect()
+        self._process = os.getpid()
+
+    def _connect(self) -> sqlite3.Connection:
+        # Where nothing may be written there may be no log of writes to look at: the file is then read as it stands.
+        modes = ("ro", "ro&immutable=1") if self.read_only else ("rwc",)
+        for mode in modes:
+            connection = _connect(self.file, mode)
+            try:
+                if not self.read_only:
+                    self._prepare(connection)
+                elif self.damage:  # a file that is too short is refused otherwise
+                    connection.execute("PRAGMA writable_schema = ON")
+                self._check(connection)
+                return connection
+            except StoreError:
+                connection.close()
+                raise
+            except sqlite3.DatabaseError as error:
+                connection.close()
+                if _is_damage(error) and not self.damage:
+                    self._note_damage(error)
+                    return self._connect()
+                if mode == modes[-1]:
+                    raise
+        raise AssertionError("the last mode returns or raises")
+
+    def _prepare(self, connection: sqlite3.Connection) -> None:
+        """Makes the tables of a new store; identifies an old one before anything is done to it."""
+        if not _is_empty(connection):
+            self._identify(connection)
+        connection.execute(f"PRAGMA page_size = {PAGE}")
+        _until_unlocked(lambda: connection.execute("PRAGMA journal_mode = WAL"))
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA secure_delete = ON")
+        with _transaction(connection, "BEGIN IMMEDIATE"):
+            if _is_empty(connection):
+                connection.execute(f"PRAGMA application_id = {APPLICATION}")
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
+                for statement in SCHEMA.split(";\n"):
+                    connection.execute(statement)
+                connection.execute("INSERT INTO meta VALUES ('store', ?), ('made', ?)", (new_id(), utc_now()))
+
+    def _identify(self, connection: sqlite3.Connection) -> None:
+        """Raises if the file is another program's or a newer version's."""
+        if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
+            raise StoreError(f"{self.file} is a database, but not a memory store")
+        format = connection.execute("PRAGMA user_version").fetchone()[0]
+        if not 1 <= format <= FORMAT:
+            raise StoreError(
+                f"{self.file} has format {format} and was made by a newer version of titans; expected {FORMAT} at most"
+            )
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        """Raises if the file is not ours, or if it is small enough to be checked and damaged."""
+        self._identify(connection)
+        connection.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
+        if not self.damage and self.file.stat().st_size <= CHECKED_AT_OPEN:
+            verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(f"database disk image is malformed: {verdict}")
+
+    def _note_damage(self, error: sqlite3.Error) -> None:
+        self.read_only = True
+        self.damage = (
+            f"{self.file} is damaged ({sentence(error)}) and can only be read; "
+            f"`titans memory recover {self.file} --out NEW` salvages what can be read into a new store"
+        )
+
+    @contextmanager
+    def _as_sentences(self) -> Iterator[None]:
+        """Turns what SQLite raises into a :class:`StoreError` with one sentence."""
+        try:
+            yield
+        except sqlite3.DatabaseError as error:
+            if _is_damage(error):
+                self._note_damage(error)
+                raise DamagedStore(str(self.damage)) from error
+            if "locked" in str(error) or "busy" in str(error):
+                raise StoreError(
+                    f"{self.file} is busy: other processes have been writing for {PATIENCE:.0f} seconds"
+                ) from error
+            verb = "read" if self.read_only else "written"
+            raise StoreError(f"{self.file} cannot be {verb}: {sentence(error)}") from error
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """One transaction: all of it is on the disk at the end, or nothing of it if anything is raised."""
+        with self.lock:
+            self._reconnect_after_fork()
+            self.require_writable()
+            with self._inside_transaction("BEGIN IMMEDIATE"):
+                yield
+
+    def require_writable(self) -> None:
+        """Raises a :class:`StoreError` if nothing can be written."""
+        if self.damage:
+            raise DamagedStore(self.damage)
+        if self.read_only:
+            raise StoreError(f"{self.file} was opened to read only")
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """One view of the store, whatever others write meanwhile."""
+        with self.lock:
+            self._reconnect_after_fork()
+            if self._inside:
+                yield
+                return
+            with self._inside_transaction("BEGIN"):
+                yield
+
+    @contextmanager
+    def _inside_transaction(self, begin: str) -> Iterator[None]:
+        with self._as_sentences(), _transaction(self._connection, begin):
+            self._inside = True
+            try:
+                yield
+            finally:
+                self._inside = False
+
+    def _reconnect_after_fork(self) -> None:
+        """Gives a forked process a connection of its own: one must not be carried over."""
+        if self._closed:
+            raise StoreError(f"{self.file} is closed")
+        if self._process != os.getpid():
+            self._process = os.getpid()
+            _INHERITED.append(self._connection)
+            with self._as_sentences():
+                self._connection = self._connect()
+
+    def close(self) -> None:
+        """Closes the file; the store cannot be used any more."""
+        with self.lock:
+            self._closed = True
+            self._connection.close()
+
+    def _run(self, sql: str, values: Values = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, values)
+
+    def _all(self, sql: str, values: Values = ()) -> list[Any]:
+        return self._run(sql, values).fetchall()
+
+    def _column(self, sql: str, values: Values = ()) -> list[Any]:
+        return [row[0] for row in self._run(sql, values)]
+
+    def _one(self, sql: str, values: Values = ()) -> Any:
+        return self._run(sql, values).fetchone()
+
+    def _value(self, sql: str, values: Values = ()) -> Any:
+        row = self._one(sql, values)
+        return None if row is None else row[0]
+
+
+def _connect(file: Path, mode: str) -> sqlite3.Connection:
+    # As a URI, so that the mode can be said; names with ? or # must be quoted.
+    uri = f"{file.absolute().as_uri()}?mode={mode}"
+    connection = sqlite3.connect(uri, uri=True, timeout=PATIENCE, isolation_level=None, check_same_thread=False)
+    connection.execute("PRAGMA temp_store = MEMORY")
+    return connection
+
+
+@contextmanager
+def _transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
+    connection.execute(begin)
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        if connection.in_transaction:
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _is_empty(connection: sqlite3.Connection) -> bool:
+    return not connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+
+
+def _until_unlocked(action: Callable[[], object]) -> None:
+    """Repeats a step that SQLite refuses at once, instead of waiting, while another process takes it."""
+    deadline = time.monotonic() + PATIENCE
+    while True:
+        try:
+            action()
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    words = str(error)
+    return any(part in words for part in ("malformed", "not a database", "no such table", "no such column", "corrupt"))
