@@ -43,7 +43,7 @@ def test_tasks_are_measured_and_reported(model: Path, tmp_path: Path, capsys: py
     assert [len(entry["cells"]) for entry in result["tasks"].values()] == [2, 2, 4]
     assert all(entry["made"][0]["command"].startswith("titans") for entry in result["tasks"].values())
     page = (tmp_path / "out" / "report.html").read_text()
-    assert "bits per byte" in page and "tokens a cell" in page
+    assert "bits per byte" in page and "tokens per cell" in page
     assert (tmp_path / "out" / "report.html").is_file() and "report.html" in out
 
 
@@ -57,7 +57,7 @@ def test_the_list_of_tasks_names_them_all(capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--tasks", "needles"), "task is 'needles'; expected one of needle-noise, "),
+        (("--tasks", "needles"), "task is 'needles': did you mean needle-"),
         (("--tasks", "recall", "--set", "pears=2"), "pears is not a setting of recall"),
         (("--tasks", "recall", "--set", "pairs"), "--set takes NAME=VALUE, got 'pairs'."),
         (("--tasks", "recall", "--control", "off"), "control is 'off'; expected one of no-writes, reset, swap"),
@@ -72,6 +72,12 @@ def test_the_list_of_tasks_names_them_all(capsys: pytest.CaptureFixture[str]) ->
         (("--tasks", "perplexity", "--set", "data=5"), "data is 5; expected the name of a file or folder"),
         (("--tasks", "piqa", "--set", "limit=few"), "limit is 'few'; expected a whole number"),
         (("--tasks", "piqa", "--set", "data=5"), "data is 5; expected the name of a folder"),
+        (
+            ("--tasks", "piqa", "--control", "swap"),
+            "control is 'swap'; expected none, as piqa asks no question at the end",
+        ),
+        (("--tasks", "nowhere.py"), "nowhere.py is not a file; expected one with Python code"),
+        (("--tasks", "recall", "--device", "tpu"), "device is 'tpu', which cannot be used"),
         ((), "a model and --tasks are needed"),
     ],
 )

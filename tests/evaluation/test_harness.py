@@ -11,16 +11,12 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.evaluation.choices import choice_scores, log_likelihoods
 from titans import TitansConfig, TitansForCausalLM
-from titans.evaluation.evaluate import Evaluation, evaluate
-from titans.evaluation.harness import (
-    TASKS,
-    choice_scores,
-    definitions,
-    evaluate_with_harness,
-    local_tasks,
-    log_likelihoods,
-)
+from titans.evaluation import harness
+from titans.evaluation.evaluate import evaluate
+from titans.evaluation.harness import TASKS, LmEval, definitions, local_tasks, run_harness
+from titans.evaluation.measure import Evaluation
 from titans.models.tokenizer import byte_tokenizer
 
 lm_eval = pytest.importorskip("lm_eval")
@@ -140,7 +136,7 @@ def _as_it_is(model: Any, definitions: list[dict[str, Any]]) -> dict[str, Any]:
 def test_our_loop_and_our_cells_give_the_scores_of_lm_eval(own: Path, make: Any) -> None:
     model = make()
     found = _as_it_is(model, list(local_tasks(own).values()))
-    cells = evaluate_with_harness(model, BYTES, ["schema", "choices"], data=own)["cells"]
+    cells = run_harness(model, BYTES, ["schema", "choices"], data=own)
     for cell, name, rows in zip(cells, ("schema", "choices"), (SCHEMA, CHOICES), strict=True):
         ours = choice_scores(model, BYTES, rows)
         theirs = [[float(score) for (score, _) in sample["filtered_resps"]] for sample in found["samples"][name]]
@@ -171,7 +167,7 @@ def test_the_papers_tasks_on_local_files_have_lm_evals_prompts(paper: Path) -> N
         for sample in found["samples"][name]:
             scores = [float(score) for (score, _) in sample["filtered_resps"]]
             assert log_likelihoods(model, BYTES, sample["arguments"]) == pytest.approx(scores, abs=1e-4)
-    cells = evaluate_with_harness(model, BYTES, list(TASKS), data=paper)["cells"]
+    cells = run_harness(model, BYTES, list(TASKS), data=paper)
     assert [(cell["group"]["task"], cell["metric"]) for cell in cells] == list(TASKS.items())
     assert [cell["count"] for cell in cells] == [len(PAPER[name]) for name in TASKS]
     for cell in cells:
@@ -180,7 +176,7 @@ def test_the_papers_tasks_on_local_files_have_lm_evals_prompts(paper: Path) -> N
 
 def test_hellaswag_as_text_is_judged_up_to_the_limit(tmp_path: Path) -> None:
     (tmp_path / "hellaswag.txt").write_text("Roofing: he\n1\na\nb\nc\nd\n" * 3)
-    (cell,) = evaluate_with_harness(_titans(), BYTES, ["hellaswag"], data=tmp_path, limit=2)["cells"]
+    (cell,) = run_harness(_titans(), BYTES, ["hellaswag"], data=tmp_path, limit=2)
     assert cell["count"] == 2
     assert cell["values"] == [cell["value"]] * 2
 
@@ -207,7 +203,7 @@ def test_texts_of_different_lengths_are_continued_side_by_side_as_they_are_alone
         rows.append({"prompt": prompt, "answer": BYTES.decode(said, skip_special_tokens=True)})
     assert len({row["answer"] for row in rows}) > 1
     _generation(tmp_path, rows, new_tokens=6)
-    (cell,) = evaluate_with_harness(model, BYTES, ["say"], include_path=tmp_path, batch_size=3)["cells"]
+    (cell,) = run_harness(model, BYTES, ["say"], include_path=tmp_path, batch_size=3)
     assert (cell["metric"], cell["values"]) == ("exact_match", [1.0] * 4)
 
 
@@ -215,7 +211,7 @@ def test_values_are_those_of_the_filter_that_the_metric_is_reported_for(tmp_path
     words = [{"function": "regex", "regex_pattern": "never"}, {"function": "take_first"}]
     filters = [{"name": "words", "filter": words}, {"name": "plain", "filter": [{"function": "take_first"}]}]
     _generation(tmp_path, [{"prompt": "a", "answer": "[invalid]"}] * 2, new_tokens=3, filter_list=filters)
-    (cell,) = evaluate_with_harness(_titans(), BYTES, ["say"], include_path=tmp_path)["cells"]
+    (cell,) = run_harness(_titans(), BYTES, ["say"], include_path=tmp_path)
     assert (cell["value"], cell["values"], cell["count"]) == (1.0, [1.0, 1.0], 2)
 
 
@@ -225,7 +221,7 @@ def test_a_metric_of_lm_eval_keeps_its_name_and_its_direction(tmp_path: Path) ->
     rows = [{"prompt": "She fed the", "answer": " cat"}, {"prompt": "He fed a", "answer": " dog"}]
     _generation(tmp_path, rows, new_tokens=3, **more)
     model = _titans()
-    (cell,) = evaluate_with_harness(model, BYTES, ["say"], include_path=tmp_path)["cells"]
+    (cell,) = run_harness(model, BYTES, ["say"], include_path=tmp_path)
     assert (cell["metric"], cell["better"]) == ("perplexity", "lower")
     likelihoods = log_likelihoods(model, BYTES, [(row["prompt"], row["answer"]) for row in rows])
     assert cell["value"] == pytest.approx(math.exp(-sum(likelihoods) / 2), rel=1e-4)
@@ -235,32 +231,33 @@ def test_a_metric_of_lm_eval_keeps_its_name_and_its_direction(tmp_path: Path) ->
     BYTES.save_pretrained(tmp_path / "model")
     settings = {"include_path": str(tmp_path)}
     for _ in range(2):  # the second time it is there
-        result = evaluate(Evaluation(str(tmp_path / "model"), ("lm-eval:say",), tmp_path / "out", settings))
+        result = evaluate(str(tmp_path / "model"), Evaluation(("lm-eval:say",), settings), tmp_path / "out")
         entry = result["tasks"]["lm-eval:say"]
         assert (entry["metric"], entry["better"], entry["counted"]) == ("perplexity", "lower", "examples")
 
 
-def test_a_text_that_is_too_long_for_a_model_is_refused(tmp_path: Path, own: Path) -> None:
+def test_a_text_that_is_too_long_for_a_model_is_refused(
+    tmp_path: Path, own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     message = r"^a text has \d+ tokens; expected at most 32, as many as the model can read$"
     with pytest.raises(ValueError, match=message):
-        evaluate_with_harness(_llama(32), BYTES, ["choices"], data=own)
+        run_harness(_llama(32), BYTES, ["choices"], data=own)
+    monkeypatch.setattr(harness, "LONGEST", 32)
     with pytest.raises(ValueError, match=message):
-        evaluate_with_harness(_titans(), BYTES, ["choices"], data=own, max_length=32)
+        run_harness(_titans(), BYTES, ["choices"], data=own)
     _generation(tmp_path, [{"prompt": "x" * 33, "answer": ""}], new_tokens=8)
     with pytest.raises(ValueError, match=r"^a text has 33 tokens; expected at most 24"):
-        evaluate_with_harness(_llama(32), BYTES, ["say"], include_path=tmp_path)
+        run_harness(_llama(32), BYTES, ["say"], include_path=tmp_path)
     _generation(tmp_path, [{"prompt": "x", "answer": ""}], new_tokens=32)
     with pytest.raises(ValueError, match=r"requested max tokens to generate \(32\)"):
-        evaluate_with_harness(_llama(32), BYTES, ["say"], include_path=tmp_path)
-    with pytest.raises(ValueError, match="the model's longest context"):
-        choice_scores(_llama(32), BYTES, CHOICES)
+        run_harness(_llama(32), BYTES, ["say"], include_path=tmp_path)
 
 
 def test_a_long_text_is_read_whole_by_our_models(tmp_path: Path) -> None:
     model = _titans(variant="lmm", num_hidden_layers=1, memory_mode="chunked", memory_chunk_size=64)
     rows = [{"query": "x" * 2100, "choices": ["a"], "gold": 0}]
     _write(tmp_path / "long.jsonl", rows)
-    (cell,) = evaluate_with_harness(model, BYTES, ["long"], data=tmp_path)["cells"]
+    (cell,) = run_harness(model, BYTES, ["long"], data=tmp_path)
     assert cell["count"] == 1
 
 
@@ -271,32 +268,16 @@ def test_data_that_cannot_be_fetched_are_one_sentence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError, match=r"^the data of piqa cannot be had from the hub, and there is no local file"):
-        evaluate_with_harness(_titans(), BYTES, ["piqa"], data=own)
+        run_harness(_titans(), BYTES, ["piqa"], data=own)
 
 
 def test_a_damaged_local_file_is_one_sentence(tmp_path: Path) -> None:
     _write(tmp_path / "piqa.jsonl", [{"a": 1}])
     with pytest.raises(ValueError, match=r"^the data of piqa cannot be read: .* which is no row of piqa$"):
-        evaluate_with_harness(_titans(), BYTES, ["piqa"], data=tmp_path)
+        run_harness(_titans(), BYTES, ["piqa"], data=tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"query": "a", "choices": ["b"]}, r"^row 2 has query, choices; expected query, choices and gold, or"),
-        ({"query": "a", "choices": ["b", "c"], "gold": 2}, r"^gold is 2 in row 2; expected a number from 0 to 1$"),
-    ],
-)
-def test_rows_that_are_no_multiple_choice_are_refused(row: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        choice_scores(_titans(), BYTES, [CHOICES[0], row])
-
-
-def test_empty_input_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^rows is empty"):
-        choice_scores(_titans(), BYTES, [])
-    with pytest.raises(ValueError, match=r"^tasks is empty"):
-        evaluate_with_harness(_titans(), BYTES, [])
+def test_wrong_options_and_empty_files_are_refused(tmp_path: Path) -> None:
     for options, said in (
         ({"limit": 0}, "limit is 0; expected at least 1"),
         ({"limit": "few"}, "limit is 'few'; expected a whole number"),
@@ -306,7 +287,7 @@ def test_empty_input_is_refused(tmp_path: Path) -> None:
         ({"include_path": 5}, "include_path is 5; expected the name of a folder"),
     ):
         with pytest.raises(ValueError, match=f"^{said}$"):
-            evaluate_with_harness(_titans(), BYTES, ["piqa"], **options)
+            LmEval("piqa", **options)
     (tmp_path / "hellaswag.txt").write_text("")
     with pytest.raises(ValueError, match=r"hellaswag\.txt is empty; expected"):
         local_tasks(tmp_path)
@@ -317,7 +298,7 @@ def test_empty_input_is_refused(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_an_unknown_task_is_named(own: Path) -> None:
     with pytest.raises(ValueError, match=r"^task is 'piqqa': did you mean piqa\?$"):
-        evaluate_with_harness(_titans(), BYTES, ["piqqa"], data=own)
+        run_harness(_titans(), BYTES, ["piqqa"], data=own)
 
 
 def _run(folder: Path, command: str, model: TitansForCausalLM, tasks: Path) -> dict[str, Any]:
@@ -348,8 +329,8 @@ def test_the_command_lm_eval_knows_our_models_and_gives_the_same(tmp_path: Path,
     for folder in (own, paper):
         _write_tasks(folder, tmp_path / "tasks")
     found = _run(tmp_path, "lm_eval", model, tmp_path / "tasks")
-    cells = evaluate_with_harness(model, BYTES, list(TASKS), data=paper)["cells"]
-    cells += evaluate_with_harness(model, BYTES, ["choices", "schema"], data=own)["cells"]
+    cells = run_harness(model, BYTES, list(TASKS), data=paper)
+    cells += run_harness(model, BYTES, ["choices", "schema"], data=own)
     assert set(found) == {cell["group"]["task"] for cell in cells}
     for cell in cells:
         for metric, value in cell["metrics"].items():

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from titans import TitansConfig, TitansForCausalLM
-from titans.evaluation.language import perplexity, position_losses, windows
+from titans.evaluation.language import Perplexity, position_losses, windows
 from titans.models.tokenizer import byte_tokenizer, save_tokenizer, train_tokenizer
 from titans.training.prepare import prepare
 
@@ -48,6 +48,10 @@ def _plain(model: PreTrainedModel, ids: Tensor) -> Tensor:
     with torch.no_grad():
         scores = model(ids, use_cache=False).logits.log_softmax(-1)
     return -scores[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def perplexity(model: PreTrainedModel, tokenizer: Any, data: Any, piece: int = 2048, **options: Any) -> dict[str, Any]:
+    return Perplexity(data, **options).run(model, tokenizer, piece)
 
 
 @pytest.fixture
@@ -254,4 +258,4 @@ def test_data_that_are_not_there_are_refused(tmp_path: Path) -> None:
         perplexity(_model(), BYTES, str(tmp_path))
     for data in (5, [], ["a.txt", 5]):
         with pytest.raises(ValueError, match=r"^data is .*; expected the name of a file or folder"):
-            perplexity(_model(), BYTES, data)  # type: ignore[arg-type]
+            perplexity(_model(), BYTES, data)

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from titans.experiments import runs
-from titans.experiments.ablation import about_ablation, paper_table, table_rows
-from titans.experiments.catalogue import recall
+from titans.experiments.ablation import PAPER, about_ablation, language_models, paper_table, table_rows
+from titans.experiments.catalogue import find_experiment
 from titans.experiments.depth import depth_table
-from titans.experiments.lm import LMExperiment, markdown, run_experiment, summarise_runs
+from titans.experiments.lm import LMExperiment, lm_section, run_experiment, summarise_runs
 from titans.experiments.runs import Job
 from titans.files import RESULT
 from titans.training.prepare import prepare
@@ -58,11 +58,13 @@ def run(model: str, seed: int, loss: float | None) -> dict[str, Any]:
 
 
 def test_a_model_that_diverged_is_last_and_has_no_mean() -> None:
-    rows = summarise_runs([run("a", 0, None), run("a", 1, 1.0), run("b", 0, 3.0), run("b", 1, 2.0), run("c", 0, 900.0)])
+    all_runs = [run("a", 0, None), run("a", 1, 1.0), run("b", 0, 3.0), run("b", 1, 2.0), run("c", 0, 900.0)]
+    rows = summarise_runs(all_runs)
     assert [(row["model"], row["loss"]) for row in rows] == [("b", 2.5), ("c", 900.0), ("a", None)]
     about = {"experiment": {"seeds": [0, 1], "length": 256, "batch_tokens": 1024}, "data": {"vocabulary": 512}}
-    text = markdown({**about, "date": "2026-11-16", "runs": [run("a", 0, None)], "table": rows})
-    assert "| a | 1,000 | NaN |  | NaN, 1.000 | NaN |" in text
+    section = lm_section({**about, "runs": all_runs, "table": rows})
+    assert section.tables[0].rows[-1][:6] == ["a", "1,000", "NaN", "", "NaN, 1.000", "NaN"]
+    assert "after 2,048 training tokens" in section.paragraphs[0] and "seeds 0, 1" in section.paragraphs[0]
     results = [{"model": {"name": "a"}, "tasks": {"perplexity": {"cells": [{"value": None}]}}}]
     assert depth_table(rows[-1:], results).rows == [["a", "1,000", "NaN", "NaN", "1.0"]]
 
@@ -90,10 +92,12 @@ def test_a_run_that_diverged_does_not_cost_the_report(tmp_path: Path, monkeypatc
         file.write_text("To be, or not to be. " * 100)
     prepare([str(files[0])], tmp_path / "data", validation=[str(files[1])])
     asked = experiment(data=str(tmp_path / "data"), out=str(tmp_path / "out"), seeds=(0,), length=64, batch_tokens=256)
-    report = run_experiment(asked)
+    report = run_experiment(asked, command="titans experiment lm")
     assert [row["loss"] for row in report["table"]] == [3.0, None]
     assert json.loads((tmp_path / "out" / "lm.json").read_text(), parse_constant=pytest.fail)["table"]
-    assert (tmp_path / "out" / "lm.png").is_file()
+    assert "titans experiment lm" in (tmp_path / "out" / "lm.md").read_text()
+    for file in ("report.html", "lm-training.png", "lm-final.png"):
+        assert (tmp_path / "out" / file).is_file()
 
 
 def recalled(label: str, seed: int, values: dict[int, float | None]) -> dict[str, Any]:
@@ -103,15 +107,22 @@ def recalled(label: str, seed: int, values: dict[int, float | None]) -> dict[str
 
 
 def test_the_table_of_the_ablation_says_what_was_run_and_what_diverged() -> None:
-    labels = [*recall({}).rows]
+    recall = find_experiment("recall")
+    labels = [*recall.models]
     results = [recalled(label, seed, {128: None if seed else 0.5, 64: 1.0}) for seed in (0, 1) for label in labels]
     rows = table_rows(summarise_runs([run("LMM", 0, None)]), results)
     table = paper_table(rows)
     assert table.header[1:5] == ["perplexity", "loss ±", "recall at 64", "recall at 128"]
     assert table.rows[0][:5] == ["LMM", "NaN", "NaN", "1.000 (1.00, 1.00)", "0.250 (0.50, NaN)"]
 
-    language, tasks = experiment(seeds=(3, 4)).quick(), replace(recall({}), seeds=(3, 4)).quick()
+    language, tasks = experiment(seeds=(3, 4)).quick(), replace(recall, seeds=(3, 4)).quick()
     text = about_ablation(language, tasks, results)
     assert "after 4,096 tokens" in text and "Both with seed 3." in text and "8 pairs, trained at 64 tokens" in text
     assert "swap: the question is asked with the memory of another sequence" in text and "chunks of 4, 16, 64" in text
     assert "tampered with (reset: " in about_ablation(language, replace(tasks, controls=tasks.controls[1:2]), results)
+
+
+def test_the_ablation_on_text_has_the_models_of_the_table() -> None:
+    models = language_models()
+    assert models.keys() == PAPER.keys()
+    assert models["without momentum"] == {"name": "lmm", "memory_momentum": False} and models["MAC"] == {"name": "mac"}

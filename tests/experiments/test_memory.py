@@ -76,7 +76,7 @@ def test_a_quick_experiment_is_not_in_the_way_of_a_whole_one(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def run(out: Path, *options: Any) -> None:
-        out.mkdir(parents=True)
+        out.mkdir(parents=True, exist_ok=True)
         (out / f"{name}.md").write_text("done")
 
     monkeypatch.setattr({"memory": memory, "throughput": throughput}[name], f"run_{name}", run)

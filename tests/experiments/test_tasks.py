@@ -17,14 +17,12 @@ import pytest
 import yaml
 
 from titans.cli import main as command
-from titans.evaluation.evaluate import prepare
-from titans.experiments import ON_TASKS, runs
-from titans.experiments.catalogue import EXPERIMENTS, PARTS
-from titans.experiments.runs import Exam, Job, main, run_jobs
+from titans.evaluation.kinds import make_measures
+from titans.evaluation.measure import Evaluation
+from titans.experiments import runs
+from titans.experiments.runs import Job, main, run_jobs
 from titans.experiments.tasks import TaskExperiment, run_tasks
-from titans.files import RESULT
-from titans.models.baselines import NAMES
-from titans.tasks import make_task
+from titans.files import EVAL, RESULT, locked
 from titans.training.config import TrainConfig
 
 FIELDS: dict[str, Any] = {
@@ -38,8 +36,8 @@ EXPERIMENT = TaskExperiment(
     "Two models.",
     {"MAC": {"name": "mac", **FIELDS}, "window": {"name": "sliding-window", **FIELDS}},
     {"data": "task:recall", "task": SETTINGS, "length": 16, "batch_tokens": 64, "steps": 4, "trackers": []},
-    [Exam(("recall",), {**SETTINGS, "lengths": [16, 32]}, samples=4)],
-    [Exam(("recall",), {**SETTINGS, "lengths": [16]}, samples=4, control="swap")],
+    [Evaluation(("recall",), {**SETTINGS, "lengths": [16, 32]}, samples=4)],
+    [Evaluation(("recall",), {**SETTINGS, "lengths": [16]}, samples=4, control="swap")],
 ).quick()
 
 
@@ -79,7 +77,7 @@ def test_an_experiment_trains_tests_and_reports_and_does_nothing_twice(here: lis
 
     again = run_tasks(EXPERIMENT, tmp_path)
     assert here == ["MAC-0", "window-0"] and again["results"] == report["results"]
-    longer = replace(EXPERIMENT, tests=[Exam(("recall",), {**SETTINGS, "lengths": [16, 32, 64]}, samples=2)])
+    longer = replace(EXPERIMENT, tests=[Evaluation(("recall",), {**SETTINGS, "lengths": [16, 32, 64]}, samples=2)])
     grown = run_tasks(longer, tmp_path)
     assert len(here) == 4 and len(grown["results"][0]["tasks"]["recall"]["cells"]) == 3
     with pytest.raises(ValueError, match=r"has batch_tokens 64, this one 32; expected another --out"):
@@ -113,11 +111,15 @@ def test_a_run_that_diverged_does_not_cost_the_report(here: list[str], tmp_path:
     ("fields", "said"),
     [
         ({"train": {**EXPERIMENT.train, "task": {"pairs": 99}}}, "pairs is 99; expected at most num_keys"),
-        ({"tests": [Exam(("needle-essay",), {"haystack": "nowhere"})]}, "nowhere has no text"),
-        ({"tests": [Exam(("recall",), {"lengths": [4]})]}, "lengths"),
-        ({"tests": [Exam(("needle-noise",), {"lengths": [512]})]}, "tokenizer is None; expected one"),
-        ({"tests": [Exam(("perplexity",), {})]}, "perplexity needs text"),
-        ({"controls": [Exam(("recall",), {}, control="off")]}, "control is 'off'; expected one of"),
+        ({"tests": [Evaluation(("needle-essay",), {"haystack": "nowhere"})]}, "nowhere has no text"),
+        ({"tests": [Evaluation(("recall",), {"lengths": [4]})]}, "lengths"),
+        ({"tests": [Evaluation(("needle-noise",), {"lengths": [512]})]}, "tokenizer is None; expected one"),
+        ({"tests": [Evaluation(("perplexity",), {})]}, "perplexity needs text"),
+        (
+            {"tests": [Evaluation(("perplexity",), {"data": __file__}, control="swap")]},
+            "control is 'swap'; expected none",
+        ),
+        ({"models": {"MAC": {"name": "mac", "memory_dept": 2}}}, "memory_dept is not a field of mac: did you mean mem"),
     ],
 )
 def test_what_cannot_be_drawn_is_said_before_anything_is_trained(
@@ -128,22 +130,52 @@ def test_what_cannot_be_drawn_is_said_before_anything_is_trained(
     assert not here and not list(tmp_path.iterdir())
 
 
+def test_results_of_a_run_are_where_titans_eval_has_them_and_are_moved_there(here: list[str], tmp_path: Path) -> None:
+    one = EXPERIMENT.only(["window"])
+    report = run_tasks(one, tmp_path)
+    (job,) = one.jobs(tmp_path)
+    assert job.results == job.folder / "eval" / EVAL
+    job.results.replace(job.folder / EVAL)  # as an earlier version left them
+    job.beside("done").unlink()
+    assert run_tasks(one, tmp_path)["results"] == report["results"]
+    assert not (job.folder / EVAL).exists()
+
+
+def test_a_second_process_is_told_that_the_folder_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(tmp_path, "titans experiment recall"), pytest.raises(SystemExit) as end:
+        command(["experiment", "recall", "--out", str(tmp_path)])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert f"{tmp_path} is in use by another process (titans experiment recall, process" in said
+
+
 def test_a_seed_or_a_model_that_is_given_twice_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^seeds has 1 more than once; expected each once$"):
         replace(EXPERIMENT, seeds=(1, 0, 1))
     with pytest.raises(ValueError, match=r"^models has 'MAC' more than once; expected each once$"):
         EXPERIMENT.only(["MAC", "MAC"])
+    with pytest.raises(ValueError, match=r"^models has 'MOC'; expected some of MAC, window$"):
+        EXPERIMENT.only(["MOC"])
+
+
+def test_a_field_of_the_training_that_is_unknown_is_refused_with_the_nearest() -> None:
+    with pytest.raises(ValueError, match=r"^train has 'step': did you mean steps\?$"):
+        replace(EXPERIMENT, train={**EXPERIMENT.train, "step": 3})
+    with pytest.raises(ValueError, match=r"^the name of MAC is 'mak': did you mean ma[cgl]\?$"):
+        replace(EXPERIMENT, models={"MAC": {"name": "mak"}})
 
 
 def test_a_quick_experiment_tests_two_short_lengths_and_two_depths() -> None:
     depths = [0.0, 0.25, 0.5, 1.0]
-    test = Exam(("needle-noise", "recall", "mqar"), {"lengths": [2048, 512, 1024], "recall.depths": depths}, samples=9)
+    test = Evaluation(
+        ("needle-noise", "recall", "mqar"), {"lengths": [2048, 512, 1024], "recall.depths": depths}, samples=9
+    )
     (quick,) = replace(EXPERIMENT, tests=[test], controls=[]).quick().tests
-    needle, recall, mqar = prepare(quick.of(Path()))[0]
+    needle, recall, mqar = (measure.describe(())["settings"] for measure in make_measures(quick))
     assert quick.samples == 2
-    assert needle.settings()["lengths"] == recall.settings()["lengths"] == (512, 1024)
-    assert needle.settings()["depths"] == recall.settings()["depths"] == (0.0, 0.25)
-    assert mqar == make_task("mqar")
+    assert needle["lengths"] == recall["lengths"] == [512, 1024]
+    assert needle["depths"] == recall["depths"] == [0.0, 0.25]
+    assert len(mqar["cells"]) == 5
 
 
 def test_a_quick_experiment_goes_to_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +201,7 @@ def test_a_job_file_is_all_that_a_process_needs(tmp_path: Path, monkeypatch: pyt
     assert not job.is_done()
     main()
     assert job.is_done()
-    with_more = Job(job.config, (*job.tests, Exam(("recall",), SETTINGS, samples=3)))
+    with_more = Job(job.config, (*job.tests, Evaluation(("recall",), SETTINGS, samples=3)))
     assert with_more.is_trained() and not with_more.is_done()
 
 
@@ -198,16 +230,3 @@ def _wait_for(condition: Callable[[], Any]) -> Any:
             return found
         time.sleep(0.1)
     raise AssertionError("it did not come about in a minute")
-
-
-def test_the_command_line_knows_every_experiment_and_all_their_models_can_be_built() -> None:
-    assert list(ON_TASKS) == list(EXPERIMENTS)
-    for name, make in EXPERIMENTS.items():
-        experiment = make({})
-        assert experiment.name.startswith(name)
-        for job in experiment.jobs(Path("runs")):
-            assert job.config.model["name"] in NAMES
-        assert experiment.only([next(iter(experiment.rows))]).rows.keys() <= experiment.rows.keys()
-        with pytest.raises(ValueError, match="models has 'x'; expected some of"):
-            experiment.only(["x"])
-    assert "without forgetting" in PARTS

@@ -1,31 +1,68 @@
-"""`titans experiment`: the paper's experiments."""
+"""`titans experiment`: several models, several seeds, one report."""
 
 from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from titans.cli.common import bar, names, numbers, pairs
-from titans.experiments import ON_TASKS
+from titans.cli.common import Device, bar, names, numbers, pairs, require
+from titans.experiments.recipes import PROGRAMS, SUFFIXES, known_experiments
+from titans.files import locked
 
 if TYPE_CHECKING:
     from titans.experiments.lm import LMExperiment
 
-app = typer.Typer(help="Run an experiment of the paper: several models, several seeds, one report.")
-Data = Annotated[Path, typer.Argument(help="Prepared data with a validation split: see titans prepare.")]
-Out = Annotated[Path, typer.Option(help="Folder of the experiment; runs that it has are kept.")]
-Names = Annotated[str | None, typer.Option(help="Some of the models, with commas between.")]
-Seeds = Annotated[str, typer.Option(help="Seeds, with commas between.")]
-Tokens = Annotated[int, typer.Option(help="Tokens of a run on text.")]
-Fields = Annotated[list[str], typer.Option(help="Of our configs, or of one, MODEL.NAME=VALUE.")]
-Depths = Annotated[str, typer.Option(help="Layers of the memory, with commas between.")]
-AtATime = Annotated[int, typer.Option(help="Runs side by side, one thread each.")]
-Quick = Annotated[bool, typer.Option("--quick", help="A few steps: shows that it works; results go to OUT/quick.")]
+Data = Annotated[Path, typer.Argument(help="Prepared data with a validation split, see titans prepare.")]
+Out = Annotated[Path, typer.Option(help="Folder of the experiment. Runs that it has are kept.")]
+Names = Annotated[str | None, typer.Option(help="Only these models, with commas between them.")]
+Seeds = Annotated[str, typer.Option(help="One run of every model for each seed, with commas between them.")]
+Tokens = Annotated[int, typer.Option(help="Training tokens per run on text.")]
+Fields = Annotated[
+    list[str],
+    typer.Option(help="Change a field of our models' configs, NAME=VALUE, or of one model's, MODEL.NAME=VALUE."),
+]
+Depths = Annotated[str, typer.Option(help="Layers of the memory, with commas between them.")]
+AtATime = Annotated[int, typer.Option(help="How many runs go on side by side, with one thread each.")]
+Quick = Annotated[
+    bool, typer.Option("--quick", help="Train for a few steps only, to see that it works. Results go to OUT/quick.")
+]
+
+
+class Experiments(TyperGroup):
+    """Commands of this file, and one for every recipe and entry point, which are only looked for when needed."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """All names."""
+        self._find()
+        return super().list_commands(ctx)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """The command of a name, or of a YAML file."""
+        if cmd_name.endswith(SUFFIXES):
+            return _recipe_command(cmd_name, f"The recipe {cmd_name}.")
+        if cmd_name not in self.commands:
+            self._find()
+        return super().get_command(ctx, cmd_name)
+
+    def _find(self) -> None:
+        require("experiment", "yaml", "train")
+        for name, about in known_experiments().items():
+            self.commands.setdefault(name, _recipe_command(name, about))
+
+
+app = typer.Typer(
+    cls=Experiments,
+    help="Run an experiment: several models, several seeds, one report. NAME may also be a recipe of your own, a "
+    "YAML file; configs/experiments has examples.",
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -34,222 +71,217 @@ def _experiment(context: typer.Context) -> None:
         typer.echo(context.get_help())
 
 
-@app.command("lm")
+@app.command("lm", help=PROGRAMS["lm"])
 def lm(
     data: Data,
     out: Out = Path("runs/lm"),
     models: Names = None,
-    size: Annotated[str, typer.Option(help="Size of all models.")] = "1.5m",
+    size: Annotated[str, typer.Option(help="Size of every model, such as 1.5m.")] = "1.5m",
     seeds: Seeds = "0,1,2",
     tokens: Tokens = 1_500_000,
-    length: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 256,
-    batch_tokens: Annotated[int, typer.Option(help="Tokens of a batch.")] = 1024,
-    learning_rate: Annotated[float, typer.Option(help="Of all models.")] = 4e-3,
-    rate: Annotated[list[str], typer.Option(help="Of one model: NAME=RATE; may be given again.")] = [],  # noqa: B006
+    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
+    batch_tokens: Annotated[int, typer.Option(help="Tokens per batch.")] = 1024,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of every model.")] = 4e-3,
+    rate: Annotated[list[str], typer.Option(help="Learning rate of one model, NAME=RATE. May be repeated.")] = [],  # noqa: B006
     field: Fields = [],  # noqa: B006
+    device: Device = "auto",
     at_a_time: AtATime = 2,
     quick: Quick = False,
 ) -> None:
-    """Train our models and their baselines at equal parameters on equal tokens, and compare their validation loss."""
-    from titans.experiments.lm import MODELS, LMExperiment, markdown, run_experiment
+    from titans.experiments.lm import MODELS, run_experiment
 
     out = _folder(out, quick)
-    try:
-        experiment = LMExperiment(
-            data=str(data),
-            out=str(out),
+    with _running("lm", out) as move:
+        experiment = replace(
+            _on_text(data, out, seeds, tokens, field, device, at_a_time),
             models=names(models) or MODELS,
             size=size,
-            seeds=numbers(seeds, "--seeds"),
-            tokens=tokens,
             length=length,
             batch_tokens=batch_tokens,
             learning_rate=learning_rate,
             rates=pairs(rate, "--rate"),
-            fields=pairs(field, "--field"),
-            at_a_time=at_a_time,
         )
-        with bar() as move:
-            report = run_experiment(experiment.quick() if quick else experiment, move)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    typer.echo(markdown(report))
-    typer.echo(f"Report: {out / 'lm.json'}, {out / 'lm.md'}, {out / 'lm.png'}")
+        run_experiment(experiment.quick() if quick else experiment, move, _command())
+    _show("lm", out)
 
 
-@app.command("ablation")
+@app.command("ablation", help=PROGRAMS["ablation"])
 def ablation(
     data: Data,
     out: Out = Path("runs/ablation"),
     seeds: Seeds = "0,1,2",
     tokens: Tokens = 500_000,
     field: Fields = [],  # noqa: B006
+    device: Device = "auto",
     at_a_time: AtATime = 2,
     quick: Quick = False,
 ) -> None:
-    """Leave out one part of the memory after the other, on text and on recall: the paper's Table 5."""
     from titans.experiments.ablation import run_ablation
 
     out = _folder(out, quick)
-    try:
-        language = _language(data, out, seeds, tokens, field, at_a_time)
-        with bar() as move:
-            run_ablation(language, out, move, _command(), quick)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    _show(out, "ablation")
+    with _running("ablation", out) as move:
+        language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
+        run_ablation(language, out, move, _command(), quick)
+    _show("ablation", out)
 
 
-@app.command("depth")
+@app.command("depth", help=PROGRAMS["depth"])
 def depth(
     data: Data,
     out: Out = Path("runs/depth"),
     depths: Depths = "1,2,3,4",
     seeds: Seeds = "0,1,2",
     tokens: Tokens = 500_000,
-    read: Annotated[int, typer.Option(min=64, help="Tokens that a model reads at a stretch when it is tested.")] = 2048,
+    read: Annotated[
+        int, typer.Option(min=64, help="Tokens that a model reads with one memory when it is tested.")
+    ] = 2048,
     field: Fields = [],  # noqa: B006
+    device: Device = "auto",
     at_a_time: AtATime = 2,
     quick: Quick = False,
 ) -> None:
-    """Train memories of one to four layers, and see how the loss falls along the text: the paper's Figure 7."""
     from titans.experiments.depth import LIMIT, run_depth
 
     out = _folder(out, quick)
-    try:
-        language = _language(data, out, seeds, tokens, field, at_a_time)
+    with _running("depth", out) as move:
+        language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
         language, limit = (language.quick(), read) if quick else (language, LIMIT)
-        with bar() as move:
-            run_depth(language, out, numbers(depths, "--depths"), read, move, _command(), limit)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    _show(out, "depth")
+        run_depth(language, out, numbers(depths, "--depths"), read, move, _command(), limit)
+    _show("depth", out)
 
 
-@app.command("memory")
-def memory(
-    out: Out = Path("runs/memory"),
-    quick: Quick = False,
-) -> None:
-    """How many pairs an untrained memory holds, by depth and width, how long it holds them, and what surprises it."""
+@app.command("memory", help=PROGRAMS["memory"])
+def memory(out: Out = Path("runs/memory"), quick: Quick = False) -> None:
     from titans.experiments.memory import run_memory
 
     out = _folder(out, quick)
-    with bar() as move:
+    with _running("memory", out) as move:
         run_memory(out, move, _command(), quick)
-    _show(out, "memory")
+    _show("memory", out)
 
 
-@app.command("text-memory")
+@app.command("text-memory", help=PROGRAMS["text-memory"])
 def text_memory(
     data: Annotated[Path, typer.Argument(help="A file of conversations and questions in the format of LoCoMo.")],
     out: Out = Path("runs/text-memory"),
     seeds: Seeds = "0,1,2,3,4",
     quick: Quick = False,
 ) -> None:
-    """What the neural memory adds to the search of a text memory, and tests where a memory should win."""
     from titans.experiments.text_memory import TextExperiment, run_text_memory
 
     out = _folder(out, quick)
-    try:
+    with _running("text-memory", out) as move:
         experiment = TextExperiment(str(data), numbers(seeds, "--seeds"))
-        with bar() as move:
-            run_text_memory(experiment.quick() if quick else experiment, out, move, _command())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    _show(out, "text-memory")
+        run_text_memory(experiment.quick() if quick else experiment, out, move, _command())
+    _show("text-memory", out)
 
 
-@app.command("throughput")
+@app.command("throughput", help=PROGRAMS["throughput"])
 def throughput(
     out: Out = Path("runs/throughput"),
-    lengths: Annotated[str, typer.Option(help="Tokens per sequence, with commas between.")] = "512,2048,8192,16384",
+    lengths: Annotated[
+        str, typer.Option(help="Tokens per sequence, with commas between them.")
+    ] = "512,2048,8192,16384",
     depths: Depths = "1,2,3,4",
     models: Names = None,
     repeats: Annotated[int, typer.Option(min=1, help="Interleaved rounds of timing.")] = 3,
-    memory_mode: Annotated[str, typer.Option(help="Rule of our memories: exact or chunked.")] = "exact",
+    memory_mode: Annotated[str, typer.Option(help="Update rule of our memories: exact or chunked.")] = "exact",
     quick: Quick = False,
 ) -> None:
-    """Training speed against length, and against the memory's depth: the paper's Figures 8 and 9."""
     from titans.experiments.throughput import MODELS, run_throughput
 
     out = _folder(out, quick)
-    try:
+    with _running("throughput", out) as move:
         sizes, layers = numbers(lengths, "--lengths"), numbers(depths, "--depths")
         if quick:
             sizes, layers, repeats = (64, 128), layers[:2], 1
-        with bar() as move:
-            run_throughput(out, sizes, layers, names(models) or MODELS, repeats, memory_mode, move, _command())
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    _show(out, "throughput")
+        run_throughput(out, sizes, layers, names(models) or MODELS, repeats, memory_mode, move, _command())
+    _show("throughput", out)
 
 
-def _language(data: Path, out: Path, seeds: str, tokens: int, field: list[str], at_a_time: int) -> LMExperiment:
-    """Runs on text, as the command line asks for them."""
-    from titans.experiments.lm import LMExperiment
-
-    return LMExperiment(
-        data=str(data), out=str(out), seeds=numbers(seeds, "--seeds"), tokens=tokens,
-        fields=pairs(field, "--field"), at_a_time=at_a_time,
-    )  # fmt: skip
-
-
-def _show(out: Path, name: str) -> None:
-    """Prints the table of an experiment, and where all of it is."""
-    typer.echo((out / f"{name}.md").read_text(encoding="utf-8"))
-    typer.echo(f"Report: {out / 'report.html'}, {out / name}.json and .md")
-
-
-def _folder(out: Path, quick: bool) -> Path:
-    """Where an experiment goes; a quick one not where it would be in the way of a whole one."""
-    return out / "quick" if quick else out
-
-
-def _command() -> str:
-    return shlex.join(["titans", *sys.argv[1:]])
-
-
-def _task_command(name: str, about: str) -> None:
+def _recipe_command(name: str, about: str) -> Any:
     """The command of an experiment on tasks."""
 
     def command(
-        out: Annotated[Path | None, typer.Option(help="Folder; runs that it has are kept. Default: runs/NAME.")] = None,
+        out: Annotated[
+            Path | None, typer.Option(help="Folder of the experiment. Runs that it has are kept. Default: runs/NAME.")
+        ] = None,
         models: Names = None,
-        seeds: Seeds = "0,1,2",
+        seeds: Annotated[
+            str | None, typer.Option(help="Seeds other than those of the recipe, with commas between them.")
+        ] = None,
         setting: Annotated[
-            list[str], typer.Option("--set", help="Of its tasks, NAME=VALUE, such as haystack=FOLDER; may be repeated.")
+            list[str],
+            typer.Option(
+                "--set", help="Change a setting of the tasks, NAME=VALUE or TASK.NAME=VALUE. May be repeated."
+            ),
         ] = [],  # noqa: B006
         train: Annotated[
-            list[str], typer.Option("--train", help="Of the training, FIELD=VALUE, such as steps=400; may be repeated.")
+            list[str],
+            typer.Option("--train", help="Change a field of the training, such as steps=400. May be repeated."),
         ] = [],  # noqa: B006
         start: Annotated[
-            Path | None, typer.Option(help="Folder of an experiment whose trained models these runs begin with.")
+            Path | None, typer.Option(help="Begin with the trained models of another experiment: its folder.")
         ] = None,
+        device: Device = "auto",
         at_a_time: AtATime = 2,
         quick: Quick = False,
     ) -> None:
         from rich.console import Console
 
-        from titans.experiments.catalogue import EXPERIMENTS
+        from titans.experiments.catalogue import find_experiment
         from titans.experiments.tasks import run_tasks
         from titans.report.results import print_tables
 
-        folder = _folder(out or Path("runs") / name, quick)
-        try:
-            experiment = replace(EXPERIMENTS[name](pairs(setting, "--set")), seeds=numbers(seeds, "--seeds")).only(
-                names(models)
-            )
-            experiment = replace(experiment, train={**experiment.train, **pairs(train, "--train")}, start=start)
-            with bar() as move:
-                report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, _command())
-        except (ValueError, TypeError) as error:
-            raise typer.BadParameter(str(error)) from error
+        folder = _folder(out or Path("runs") / Path(name).stem, quick)
+        with _running(name, folder) as move:
+            experiment = find_experiment(name, pairs(setting, "--set")).only(names(models))
+            changes = {**pairs(train, "--train"), **({} if device == "auto" else {"device": device})}
+            experiment = replace(experiment, train={**experiment.train, **changes}, start=start)
+            if seeds is not None:
+                experiment = replace(experiment, seeds=numbers(seeds, "--seeds"))
+            report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, _command())
         print_tables(report["results"], Console())
         typer.echo(f"Report: {folder / 'report.html'}, {folder / report['name']}.json and .md")
 
-    app.command(name, help=about)(command)
+    made = typer.Typer()
+    made.command(name, help=about)(command)
+    return typer.main.get_command(made)
 
 
-for _name, _about in ON_TASKS.items():
-    _task_command(_name, _about)
+@contextmanager
+def _running(name: str, out: Path) -> Iterator[Callable[[int, int | None, str], None]]:
+    """Keeps other processes out of the folder and shows progress; what is wrong with the input is one sentence."""
+    try:
+        with locked(out, f"titans experiment {name}"), bar() as move:
+            yield move
+    except (ValueError, TypeError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _on_text(
+    data: Path, out: Path, seeds: str, tokens: int, field: list[str], device: str, at_a_time: int
+) -> LMExperiment:
+    """Runs on text, as the command line asks for them."""
+    from titans.experiments.lm import LMExperiment
+
+    return LMExperiment(
+        data=str(data), out=str(out), seeds=numbers(seeds, "--seeds"), tokens=tokens, fields=pairs(field, "--field"),
+        device=device, at_a_time=at_a_time,
+    )  # fmt: skip
+
+
+def _show(name: str, out: Path) -> None:
+    """Prints the tables of an experiment, and where all of it is."""
+    lines = (out / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    typer.echo("\n".join(line for line in lines if not line.startswith("![")))
+    typer.echo(f"Report: {out / 'report.html'}, {out / name}.json and .md")
+
+
+def _folder(out: Path, quick: bool) -> Path:
+    """Where an experiment goes; a quick one goes where it is not in the way of a whole one."""
+    return out / "quick" if quick else out
+
+
+def _command() -> str:
+    return shlex.join(["titans", *sys.argv[1:]])

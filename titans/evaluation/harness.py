@@ -7,20 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
-from titans.evaluation.score import score
+from titans.evaluation.measure import Cell, Evaluation, changed_settings, refuse_controls
 from titans.models import TitansForCausalLM
 from titans.models.tokenizer import quiet_logger
 from titans.report.statistics import bootstrap
-from titans.tasks import Answer, Example
-from titans.tasks.commonsense import CHOICES, SCHEMA, Row, find_files, read_file, read_local
-from titans.tasks.language import join_tokens
+from titans.tasks import Group
+from titans.tasks.commonsense import CHOICES, Row, find_files, read_file, read_local
 from titans.words import nearest, require_whole, sentence
 
 # the common-sense tasks of the paper, and which of lm-eval's numbers it reports
@@ -45,46 +45,97 @@ DEFINITIONS = {
     "social_iqa": "siqa/siqa.yaml",
     "boolq": "super_glue/boolq/default.yaml",
 }
-LONGEST = 1 << 15  # tokens of a call; our models have no longest text
+PREFIX = "lm-eval:"  # before the name of any other task of lm-eval
+ACCURACIES = ("acc", "acc_norm")  # of lm-eval's metrics, those that are shares of right answers
+LONGEST = 1 << 15  # tokens of a text; our models have no limit of their own
 
 
-def evaluate_with_harness(
+@dataclass(frozen=True)
+class LmEval:
+    """A task of lm-eval, or a group of them.
+
+    Attributes:
+        name: of the task as lm-eval knows it, of a file in ``data``, or of a definition in ``include_path``; it may
+            have :data:`PREFIX` before it.
+        data: a folder of local files, see :func:`local_tasks`; None: all data come from the hub.
+        limit: examples per task, at most; None: all.
+        batch_size: texts that are read side by side.
+        num_fewshot: examples that are shown before each question; None: as the task says.
+        include_path: a folder with definitions of more tasks.
+    """
+
+    reads_text: ClassVar[bool] = True
+    name: str
+    data: str | None = None
+    limit: int | None = None
+    batch_size: int = 8
+    num_fewshot: int | None = None
+    include_path: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("data", "include_path"):
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected the name of a folder")
+        require_whole(batch_size=self.batch_size, **({} if self.limit is None else {"limit": self.limit}))
+        if self.num_fewshot is not None:
+            require_whole(0, num_fewshot=self.num_fewshot)
+
+    def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """What a report says of it; the metric is only known from the cells."""
+        metrics = {"accuracy" if cell["metric"] in ACCURACIES else cell["metric"] for cell in cells} or {"accuracy"}
+        lower = bool(cells) and all(cell["better"] == "lower" for cell in cells)
+        return {
+            "title": self.name.removeprefix(PREFIX),
+            "source": "lm-eval",
+            "metric": metrics.pop() if len(metrics) == 1 else "score",  # a group of tasks may have several
+            "unit": "",
+            "better": "lower" if lower else "higher",
+            "chance": None,
+            "axes": ["task"],
+            "counted": "examples",
+            "settings": changed_settings(self),
+        }
+
+    def groups(self) -> list[dict[str, Any]]:
+        """All that the name stands for in one go."""
+        return [{}]
+
+    def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
+        """Refuses controls."""
+        refuse_controls(self.name, evaluation)
+
+    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
+        """One cell per task."""
+        cells = run_harness(model, tokenizer, [self.name.removeprefix(PREFIX)], **changed_settings(self))
+        for cell in cells:
+            if "perplexity" in cell["metrics"] and cell["metric"] != "perplexity":
+                cell["whole"] = {"perplexity": cell["metrics"]["perplexity"]}
+        return cells
+
+
+def run_harness(
     model: PreTrainedModel,
     tokenizer: Any,
     tasks: Sequence[str],
-    *,
     data: str | Path | None = None,
     limit: int | None = None,
     batch_size: int = 8,
-    max_length: int | None = None,
     num_fewshot: int | None = None,
     include_path: str | Path | None = None,
-) -> dict[str, Any]:
-    """Runs tasks of lm-eval on a model that is in memory.
+) -> list[Cell]:
+    """Runs tasks of lm-eval on a model that is in memory, with the settings of :class:`LmEval`.
 
     Nothing is cut off in silence: a text that is too long for the model is a ``ValueError``.
 
-    Args:
-        tasks: names of lm-eval's tasks, of the files in ``data``, and of the definitions in ``include_path``.
-        data: a folder of local files, see :func:`local_tasks`; None: all data come from the hub.
-        limit: examples of a task, at most; None: all.
-        batch_size: texts that are read side by side.
-        max_length: tokens of a text, at most; None: as many as the model can read, 32,768 for ours.
-        num_fewshot: examples that are shown before each question; None: as the task says.
-        include_path: a folder with definitions of more tasks.
-
     Returns:
-        ``{"cells": [...]}``, a cell for each task: group, metric, better (higher or lower), value, low and high (95%),
-        count, values (one for each example) and metrics, all that lm-eval reports of it.
+        one cell per task: group, metric, better (higher or lower), value, low and high (95%), count, values (one per
+        example) and metrics, all that lm-eval reports of it.
     """
-    if not tasks:
-        raise ValueError("tasks is empty; expected at least one name")
-    check_options(data, limit, batch_size, num_fewshot, include_path)
     with quiet_logger("lm_eval"):
         loaded = _load_tasks(tasks, {} if data is None else local_tasks(data), include_path)
         try:
             found = _module("lm_eval").simple_evaluate(
-                model=_language_model(model, tokenizer, batch_size, max_length),
+                model=_language_model(model, tokenizer, batch_size),
                 tasks=list(loaded.values()),
                 task_manager=_module("lm_eval.tasks").TaskManager(include_defaults=False),
                 num_fewshot=num_fewshot,
@@ -96,79 +147,9 @@ def evaluate_with_harness(
             )
         except AssertionError as error:  # how lm-eval says that an answer would not fit into the model
             raise ValueError(sentence(error)) from None
-    return {
-        "cells": [
-            _cell(name, found["results"][name], found["samples"][name], found["higher_is_better"][name])
-            for name in loaded
-        ]
-    }
-
-
-def check_options(
-    data: Any = None, limit: Any = None, batch_size: Any = 8, num_fewshot: Any = None, include_path: Any = None
-) -> None:
-    """Raises a ``ValueError`` if these are no options of :func:`evaluate_with_harness`, whatever they are."""
-    for name, folder in (("data", data), ("include_path", include_path)):
-        if not isinstance(folder, (str, Path, type(None))):
-            raise ValueError(f"{name} is {folder!r}; expected the name of a folder")
-    require_whole(batch_size=batch_size, **({} if limit is None else {"limit": limit}))
-    if num_fewshot is not None:
-        require_whole(0, num_fewshot=num_fewshot)
-
-
-def choice_scores(model: PreTrainedModel, tokenizer: Any, rows: Sequence[Row]) -> dict[str, Any]:
-    """Multiple choice as lm-eval judges it, without lm-eval.
-
-    Args:
-        rows: each with a query, choices and gold, the number of the right one; or with context_options, a continuation
-            that follows one of them, and gold.
-
-    Returns:
-        loglikelihoods, those of the choices of each row; acc, the share of rows whose likeliest choice is right;
-        acc_norm, the same by likelihood per character, None where the choices are contexts; and values, 0 or 1 a row.
-    """
-    pairs = [_pairs(row, number) for number, row in enumerate(rows, start=1)]
-    if not pairs:
-        raise ValueError("rows is empty; expected at least one")
-    found = iter(log_likelihoods(model, tokenizer, [pair for row in pairs for pair in row]))
-    likelihoods = [[next(found) for _ in row] for row in pairs]
-    values = [float(_best(scores) == row["gold"]) for scores, row in zip(likelihoods, rows, strict=True)]
-    norm = None
-    if all(row.keys() >= CHOICES for row in rows):
-        each = [
-            [score / len(choice) for score, choice in zip(scores, row["choices"], strict=True)]
-            for scores, row in zip(likelihoods, rows, strict=True)
-        ]
-        norm = fmean(_best(scores) == row["gold"] for scores, row in zip(each, rows, strict=True))
-    return {"loglikelihoods": likelihoods, "acc": fmean(values), "acc_norm": norm, "values": values}
-
-
-def log_likelihoods(model: PreTrainedModel, tokenizer: Any, pairs: Sequence[tuple[str, str]]) -> list[float]:
-    """Of each second text after the first one, in nats."""
-    examples = []
-    for context, continuation in pairs:
-        tokens, place = join_tokens(tokenizer, context, continuation)
-        examples.append(Example(tokens, (Answer(place, tuple(tokens[place:])),)))
-    return [-answer.loss for (answer,) in score(model, examples)]
-
-
-def _pairs(row: Row, number: int) -> list[tuple[str, str]]:
-    if row.keys() >= CHOICES:
-        pairs = [(row["query"], f" {choice}") for choice in row["choices"]]
-    elif row.keys() >= SCHEMA:
-        pairs = [(context, f" {row['continuation']}") for context in row["context_options"]]
-    else:
-        raise ValueError(
-            f"row {number} has {', '.join(row)}; expected query, choices and gold, "
-            "or context_options, continuation and gold"
-        )
-    if row["gold"] not in range(len(pairs)):
-        raise ValueError(f"gold is {row['gold']!r} in row {number}; expected a number from 0 to {len(pairs) - 1}")
-    return pairs
-
-
-def _best(scores: Sequence[float]) -> int:
-    return max(range(len(scores)), key=scores.__getitem__)
+    return [
+        _cell(name, found["results"][name], found["samples"][name], found["higher_is_better"][name]) for name in loaded
+    ]
 
 
 def local_tasks(folder: str | Path) -> dict[str, dict[str, Any]]:
@@ -276,11 +257,10 @@ def _load_tasks(
     return loaded
 
 
-def _language_model(model: PreTrainedModel, tokenizer: Any, batch_size: int, max_length: int | None) -> Any:
+def _language_model(model: PreTrainedModel, tokenizer: Any, batch_size: int) -> Any:
     """The model as lm-eval wants it, but one that refuses what is too long instead of cutting it."""
     base: Any = _module("lm_eval.models.huggingface").HFLM
-    if max_length is None and isinstance(model, TitansForCausalLM):
-        max_length = LONGEST
+    max_length = LONGEST if isinstance(model, TitansForCausalLM) else None
 
     class Model(base):
         def _loglikelihood_tokens(self, requests: Any, **options: Any) -> Any:
@@ -306,7 +286,7 @@ def _check_length(length: int, longest: int) -> None:
 
 def _cell(
     name: str, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], higher: Mapping[str, bool | None]
-) -> dict[str, Any]:
+) -> Cell:
     """Of the metric that the paper reports, or else of lm-eval's first, by the first filter that it is reported for."""
     metrics: dict[str, float | None] = {}
     filters: dict[str, str] = {}

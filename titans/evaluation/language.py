@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -16,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from titans.evaluation.measure import Cell, Evaluation, changed_settings, refuse_controls
 from titans.evaluation.score import PIECE, check
 from titans.models import TitansForCausalLM
 from titans.models.text import encode_blocks, opening, read_text
 from titans.report.statistics import bootstrap
-from titans.tasks import Example
+from titans.tasks import Example, Group
 from titans.tasks.background import text_files
 from titans.words import require_whole
 
@@ -29,7 +31,7 @@ CONTEXTS = {
     "sliding": "windows that overlap, each with a fresh memory; what two of them have is judged in the first",
 }
 BUCKET = 64  # positions of the first bucket; each one after it ends at twice as many
-STRETCHES = 256  # values that are kept of a bucket, at most
+PARTS = 256  # values that are kept per bucket, at most
 PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 PREPARED = "prepared.json"  # what `titans prepare` leaves in a folder
 
@@ -40,7 +42,7 @@ def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> 
     Args:
         model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
         ids: (batch, length); rows may be filled up at the end, which changes nothing before it.
-        piece: tokens of a call.
+        piece: tokens per call.
 
     Returns:
         (batch, length); NaN for the first token of a row, which nothing stands before.
@@ -73,134 +75,157 @@ def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> 
     return torch.cat([first, *losses], dim=1)
 
 
-class Stretch(NamedTuple):
-    """Tokens that a model reads in one go, and which of them is the first to be judged."""
+class Window(NamedTuple):
+    """Tokens that a model reads with one memory, and which of them is the first to be judged."""
 
     ids: Sequence[int]
     judged: int
 
 
-def perplexity(
-    model: PreTrainedModel,
-    tokenizer: Any,
-    data: str | Sequence[str],
-    *,
-    context: str = "streamed",
-    length: int | None = None,
-    stride: int | None = None,
-    split: str | None = None,
-    limit: int | None = None,
-    batch_size: int = 1,
-    piece: int = PIECE,
-    on_tokens: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """The loss of a model on text, all in all and along the text.
+@dataclass(frozen=True)
+class Perplexity:
+    """The loss of a model on text, overall and along the text.
 
     A text begins with the special tokens that the tokenizer begins texts with, which are not judged; where there are
     none, its first token is not, because nothing stands before it. Ends of texts are left out.
 
-    Args:
+    Attributes:
         data: text files, folders with .txt files, or a folder that `titans prepare` wrote.
         context: a key of :data:`CONTEXTS`.
-        length: streamed: tokens that are read of each text, at most; None: all. Sliding: of a window.
+        length: streamed: tokens to read of each text, at most; None: all. Sliding: tokens of a window.
         stride: sliding: how far a window lies behind the one before; None: as far as it is long.
         split: of prepared data; None: validation, or test, or train, whichever is there.
-        limit: tokens of the data that are used, from the first on; None: all.
+        limit: how many tokens of the data to use, from the first on; None: all.
         batch_size: texts or windows that are read side by side.
-        piece: tokens of a call, for our models.
-        on_tokens: told how many tokens have been read.
-
-    Returns:
-        loss, perplexity, bits_per_byte, tokens and bytes that were judged, texts, split, and cells: for each bucket of
-        positions the mean loss of the tokens that are predicted after ``position`` others at most, and more than half
-        as many but for the first bucket; its values are those of up to 256 stretches of the data, in order.
     """
-    check_options(data, context, length, stride, split, limit, batch_size)
-    start = opening(tokenizer)
-    split, texts = read_texts(data, tokenizer, split)
-    total = _Total()
 
-    def stretches() -> Iterator[Stretch]:
-        left = sys.maxsize if limit is None else limit
-        longest = sys.maxsize if context == "sliding" or length is None else length + 1
-        for text in texts:
-            ids = [*start, *islice(text, min(left, longest - len(start)))]
-            left -= len(ids) - len(start)
-            judged = max(1, len(start))
-            if len(ids) > judged:
-                total.texts += 1
-                total.bytes += len(tokenizer.decode(ids[judged:], **PLAIN).encode())
-                window = length if context == "sliding" and length is not None else len(ids)
-                yield from windows(ids, judged, window, stride or window)
-            if not left:
-                return
+    name: ClassVar[str] = "perplexity"
+    title: ClassVar[str] = "Loss along the text"
+    reads_text: ClassVar[bool] = True
+    data: str | Sequence[str] | None = None
+    context: str = "streamed"
+    length: int | None = None
+    stride: int | None = None
+    split: str | None = None
+    limit: int | None = None
+    batch_size: int = 1
 
-    rest = stretches()
-    while batch := list(islice(rest, batch_size)):
-        ids = torch.zeros(len(batch), max(len(each.ids) for each in batch), dtype=torch.int64)
-        for row, each in enumerate(batch):
-            ids[row, : len(each.ids)] = torch.tensor(each.ids)
-        for losses, each in zip(position_losses(model, ids, piece).cpu().double().numpy(), batch, strict=True):
-            total.add(losses[: len(each.ids)], each.judged)
-        if on_tokens is not None:
-            on_tokens(total.tokens)
-    if not total.tokens:
-        raise ValueError(f"{data} has nothing to predict; expected text of at least 2 tokens")
-    about = {"context": context, "length": length, "stride": stride, "split": split}
-    return total.result() | about
+    def __post_init__(self) -> None:
+        if self.data is None:
+            raise ValueError("perplexity needs text; expected the setting data, a file or a prepared folder")
+        names = [self.data] if isinstance(self.data, str) else self.data
+        if not isinstance(names, Sequence) or not names or not all(isinstance(name, str) for name in names):
+            raise ValueError(f"data is {self.data!r}; expected the name of a file or folder, or several of them")
+        if self.split is not None and not isinstance(self.split, str):
+            raise ValueError(f"split is {self.split!r}; expected the name of one")
+        if self.context not in list(CONTEXTS):
+            raise ValueError(f"context is {self.context!r}; expected one of {', '.join(CONTEXTS)}")
+        given = {name: getattr(self, name) for name in ("length", "stride", "limit")}
+        require_whole(batch_size=self.batch_size, **{name: value for name, value in given.items() if value is not None})
+        if self.context == "sliding" and self.length is None:
+            raise ValueError("length is None and context is 'sliding'; expected the tokens of a window")
+        if self.context != "sliding" and self.stride is not None:
+            raise ValueError(f"stride is {self.stride} and context is {self.context!r}; expected context 'sliding'")
+        if self.stride is not None and self.length is not None and self.stride > self.length:
+            raise ValueError(
+                f"stride is {self.stride}; expected at most length, {self.length}, so that no token is left out"
+            )
+
+    def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """What a report says of it."""
+        return {
+            "title": self.title,
+            "source": "the text that is given",
+            "metric": "loss",
+            "unit": "nats per token",
+            "better": "lower",
+            "chance": None,
+            "axes": ["position"],
+            "counted": "tokens",
+            "settings": changed_settings(self),
+        }
+
+    def groups(self) -> list[dict[str, Any]]:
+        """All positions in one go."""
+        return [{}]
+
+    def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
+        """Refuses controls, and text that is not there."""
+        refuse_controls(self.name, evaluation)
+        self.read(tokenizer)
+
+    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
+        """One cell per bucket of positions, each with the figures of the whole text."""
+        found = self.run(model, tokenizer)
+        whole = {key: found[key] for key in ("loss", "perplexity", "bits_per_byte", "tokens")}
+        return [cell | {"whole": whole} for cell in found["cells"]]
+
+    def run(self, model: PreTrainedModel, tokenizer: Any, piece: int = PIECE) -> dict[str, Any]:
+        """Everything that is known of the loss.
+
+        Args:
+            piece: tokens per call, for our models.
+
+        Returns:
+            loss, perplexity, bits_per_byte, tokens and bytes that were judged, texts, split, and cells: for each
+            bucket of positions the mean loss of the tokens that are predicted after ``position`` others at most, and
+            more than half as many but for the first bucket; its values are those of up to 256 parts of the data, in
+            order.
+        """
+        start = opening(tokenizer)
+        split, texts = self.read(tokenizer)
+        total = _Total()
+
+        def read_windows() -> Iterator[Window]:
+            left = sys.maxsize if self.limit is None else self.limit
+            longest = sys.maxsize if self.context == "sliding" or self.length is None else self.length + 1
+            for text in texts:
+                ids = [*start, *islice(text, min(left, longest - len(start)))]
+                left -= len(ids) - len(start)
+                judged = max(1, len(start))
+                if len(ids) > judged:
+                    total.texts += 1
+                    total.bytes += len(tokenizer.decode(ids[judged:], **PLAIN).encode())
+                    length = self.length if self.context == "sliding" and self.length is not None else len(ids)
+                    yield from windows(ids, judged, length, self.stride or length)
+                if not left:
+                    return
+
+        rest = read_windows()
+        while batch := list(islice(rest, self.batch_size)):
+            ids = torch.zeros(len(batch), max(len(each.ids) for each in batch), dtype=torch.int64)
+            for row, each in enumerate(batch):
+                ids[row, : len(each.ids)] = torch.tensor(each.ids)
+            for losses, each in zip(position_losses(model, ids, piece).cpu().double().numpy(), batch, strict=True):
+                total.add(losses[: len(each.ids)], each.judged)
+        if not total.tokens:
+            raise ValueError(f"{self.data} has nothing to predict; expected text of at least 2 tokens")
+        return total.result() | {"split": split}
+
+    def read(self, tokenizer: Any) -> tuple[str | None, Iterator[Iterable[int]]]:
+        """The split that is read, None for files, and the tokens of each text, without special ones at its ends."""
+        names = [self.data] if isinstance(self.data, str) else list(self.data or ())
+        if len(names) == 1 and (Path(names[0]) / PREPARED).is_file():
+            return _prepared(names[0], tokenizer, self.split)
+        if self.split is not None:
+            raise ValueError(
+                f"split is {self.split!r}; expected data that `titans prepare` wrote, as text files have no splits"
+            )
+        files = [file for name in names for file in text_files(name)]
+        return None, (_read(file, tokenizer) for file in files)
 
 
-def check_options(
-    data: Any,
-    context: Any = "streamed",
-    length: Any = None,
-    stride: Any = None,
-    split: Any = None,
-    limit: Any = None,
-    batch_size: Any = 1,
-) -> None:
-    """Raises a ``ValueError`` if these are no options of :func:`perplexity`, whatever they are."""
-    names = data if isinstance(data, Sequence) and not isinstance(data, str) else [data]
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ValueError(f"data is {data!r}; expected the name of a file or folder, or several of them")
-    if split is not None and not isinstance(split, str):
-        raise ValueError(f"split is {split!r}; expected the name of one")
-    if context not in list(CONTEXTS):
-        raise ValueError(f"context is {context!r}; expected one of {', '.join(CONTEXTS)}")
-    given = {"length": length, "stride": stride, "limit": limit}
-    require_whole(batch_size=batch_size, **{name: value for name, value in given.items() if value is not None})
-    if context == "sliding" and length is None:
-        raise ValueError("length is None and context is 'sliding'; expected the tokens of a window")
-    if context != "sliding" and stride is not None:
-        raise ValueError(f"stride is {stride} and context is {context!r}; expected context 'sliding'")
-    if stride is not None and length is not None and stride > length:
-        raise ValueError(f"stride is {stride}; expected at most length, {length}, so that no token is left out")
-
-
-def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterator[Stretch]:
+def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterator[Window]:
     """Windows in which ``length`` tokens are read and as many predicted, so that each but the first is judged once."""
     begin = 0
     while True:
         part = ids[begin : begin + length + 1]
-        yield Stretch(part, judged)
+        yield Window(part, judged)
         done = begin + len(part)
         if done == len(ids):
             return
         begin += stride
         judged = done - begin
-
-
-def read_texts(
-    data: str | Sequence[str], tokenizer: Any, split: str | None = None
-) -> tuple[str | None, Iterator[Iterable[int]]]:
-    """The split that is read, None for files, and the tokens of each text, without special ones at its ends."""
-    names = [data] if isinstance(data, str) else list(data)
-    if len(names) == 1 and (Path(names[0]) / PREPARED).is_file():
-        return _prepared(names[0], tokenizer, split)
-    if split is not None:
-        raise ValueError(f"split is {split!r}; expected data that `titans prepare` wrote, as text files have no splits")
-    files = [file for name in names for file in text_files(name)]
-    return None, (_read(file, tokenizer) for file in files)
 
 
 def _read(file: Path, tokenizer: Any) -> Iterator[int]:
@@ -227,7 +252,7 @@ def _prepared(folder: str, tokenizer: Any, split: str | None) -> tuple[str, Iter
 
 
 class _Total:
-    """Sums of losses and how many there are, of each bucket and stretch."""
+    """Sums of losses and how many there are, per bucket and window."""
 
     def __init__(self) -> None:
         self.texts = self.tokens = self.bytes = 0
@@ -235,7 +260,7 @@ class _Total:
         self.buckets: dict[int, list[tuple[float, int]]] = {}
 
     def add(self, losses: np.ndarray[Any, np.dtype[np.float64]], judged: int) -> None:
-        """Of a stretch, (length,), from the first that is judged on."""
+        """Of a window, (length,), from the first that is judged on."""
         begin, end = 0, BUCKET
         while begin + 1 < len(losses):
             part = losses[max(begin + 1, judged) : end + 1]
@@ -250,7 +275,7 @@ class _Total:
         finite = math.isfinite(loss)
         return {
             "loss": loss if finite else None,
-            "perplexity": math.exp(min(loss, 700.0)) if finite else None,  # more than that is no number
+            "perplexity": math.exp(min(loss, 700.0)) if finite else None,  # more overflows
             "bits_per_byte": self.loss / math.log(2) / self.bytes if finite and self.bytes else None,
             "tokens": self.tokens,
             "bytes": self.bytes,
@@ -260,14 +285,14 @@ class _Total:
 
     def _cell(self, end: int) -> dict[str, Any]:
         sums, counts = np.array(self.buckets[end]).T
-        parts = min(STRETCHES, len(sums))
+        parts = min(PARTS, len(sums))
         values = [
             float(a.sum() / b.sum())
             for a, b in zip(np.array_split(sums, parts), np.array_split(counts, parts), strict=True)
         ]
         value = float(sums.sum() / counts.sum())
         finite = math.isfinite(value)
-        # stretches differ in length, so that the mean of their means is another number
+        # windows differ in length, so the mean of their means is another number
         ends = bootstrap(values) if finite else (None, None)
         low, high = (None if each is None else value + each - fmean(values) for each in ends)
         return {

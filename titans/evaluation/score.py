@@ -1,9 +1,9 @@
-"""How many answers of a task a model gets right, its memory as it is or tampered with at the question."""
+"""Which answers of a task a model gets right, with its memory as it is or tampered with at the question."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,18 +13,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from titans.evaluation.measure import CONTROLS
 from titans.layers import BlockState
 from titans.layers.record import memories_of
 from titans.models import TitansCache, TitansForCausalLM
 from titans.tasks import Example
 
-TOKENS_AT_ONCE = 16384  # of a batch, so that many short sequences and few long ones take the same memory
-PIECE = 2048  # tokens of a call, for models that can go on
-CONTROLS = {
-    "no-writes": "nothing is ever written into the memory",
-    "reset": "the memory is back at its start when the question comes; attention keeps its window",
-    "swap": "the question is asked with the memory of another sequence",
-}
+TOKENS_AT_ONCE = 16384  # per batch, so that many short sequences and few long ones take the same memory
+PIECE = 2048  # tokens per call, for models that can go on
 
 
 @dataclass(frozen=True)
@@ -47,15 +43,13 @@ def score(
     examples: Sequence[Example],
     control: str | None = None,
     tokens_at_once: int = TOKENS_AT_ONCE,
-    on_tokens: Callable[[int], None] | None = None,
 ) -> list[list[Score]]:
     """The scores of the answers of each example.
 
     Args:
         model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
         control: a key of :data:`CONTROLS`; only for ours.
-        tokens_at_once: at most so many tokens are read in a call.
-        on_tokens: told how many tokens have been read.
+        tokens_at_once: how many tokens are read per call, at most.
     """
     if control is not None and control not in CONTROLS:
         raise ValueError(f"control is {control!r}; expected one of {', '.join(CONTROLS)}")
@@ -69,9 +63,9 @@ def score(
     try:
         with torch.no_grad():
             if control in ("reset", "swap"):
-                return _score_tampered(model, examples, control, on_tokens)
+                return _score_tampered(model, examples, control)
             with _without_writes(model, control == "no-writes"):
-                return _score_plain(model, examples, tokens_at_once, on_tokens)
+                return _score_plain(model, examples, tokens_at_once)
     finally:
         model.train(was_training)
 
@@ -105,12 +99,9 @@ def _without_writes(model: PreTrainedModel, off: bool) -> Iterator[None]:
             memory.writes = writes
 
 
-def _score_plain(
-    model: PreTrainedModel, examples: Sequence[Example], tokens_at_once: int, on_tokens: Callable[[int], None] | None
-) -> list[list[Score]]:
+def _score_plain(model: PreTrainedModel, examples: Sequence[Example], tokens_at_once: int) -> list[list[Score]]:
     scores: list[list[Score]] = [[] for _ in examples]
     order = sorted(range(len(examples)), key=lambda index: len(examples[index].tokens))
-    done = 0
     while order:
         longest = len(examples[order[-1]].tokens)
         count = max(1, tokens_at_once // max(1, min(longest, _piece(model, longest))))
@@ -124,14 +115,11 @@ def _score_plain(
         found = dict(zip(places, _log_probabilities(model, ids, places), strict=True))
         for row, index in enumerate(chosen):
             scores[index] = _judge(examples[index], {place: rows[row] for place, rows in found.items()})
-        done += sum(len(each.tokens) for each in batch)
-        if on_tokens is not None:
-            on_tokens(done)
     return scores
 
 
 def _piece(model: PreTrainedModel, length: int) -> int:
-    """Tokens of a call: ours can go on from one to the next."""
+    """Tokens per call: our models can go on from one call to the next."""
     return PIECE if isinstance(model, TitansForCausalLM) else length
 
 
@@ -174,12 +162,10 @@ def _log_probabilities(
     return found
 
 
-def _score_tampered(
-    model: PreTrainedModel, examples: Sequence[Example], control: str, on_tokens: Callable[[int], None] | None
-) -> list[list[Score]]:
+def _score_tampered(model: PreTrainedModel, examples: Sequence[Example], control: str) -> list[list[Score]]:
     """Each sequence by itself, up to its question; then on with a memory that it did not make."""
     assert isinstance(model, TitansForCausalLM)
-    caches, done = [], 0
+    caches = []
     for each in examples:
         if not 0 < each.boundary < len(each.tokens):
             raise ValueError(f"control is {control!r} and a sequence has no question apart; expected another task")
@@ -187,9 +173,6 @@ def _score_tampered(
         for part in torch.tensor([each.tokens[: each.boundary]], device=model.device).split(PIECE, dim=1):
             cache = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
         caches.append(cache)
-        done += len(each.tokens)
-        if on_tokens is not None:
-            on_tokens(done)
     scores = []
     for index, each in enumerate(examples):
         given = caches[(index + 1) % len(caches)] if control == "swap" else None

@@ -9,16 +9,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.score import CONTROLS
-from titans.experiments.catalogue import PARTS, recall
+from titans.evaluation.measure import CONTROLS
+from titans.experiments.catalogue import find_experiment
 from titans.experiments.lm import LMExperiment, run_experiment
+from titans.experiments.recipes import read_recipe, shipped_recipes
 from titans.experiments.runs import Progress
 from titans.experiments.tasks import TaskExperiment, run_tasks
-from titans.report.outcome import write_results
-from titans.report.page import Section, Table, as_markdown, show
-from titans.report.results import write_report
+from titans.report.outcome import write_outcome
+from titans.report.page import Section, Table, show
+from titans.report.results import result_sections
 
-MODELS = ("mac", "mag", "mal")
 # Table 5 of the paper: perplexity of language modelling, accuracy of reasoning, accuracy over long contexts.
 PAPER = {
     "LMM": (27.01, 47.83, 92.68),
@@ -33,10 +33,10 @@ PAPER = {
 }
 
 
-def language_rows() -> dict[str, dict[str, Any]]:
-    """The models of the table, by the labels that it has for them."""
-    rows: dict[str, dict[str, Any]] = {label: {"name": "lmm", **part} for label, part in PARTS.items()}
-    return rows | {name.upper(): {"name": name} for name in MODELS}
+def language_models() -> dict[str, dict[str, Any]]:
+    """The models of the table as the recipe of recall has them, but with the width and layers of those for text."""
+    models: dict[str, dict[str, Any]] = read_recipe(shipped_recipes()["recall"])["models"]
+    return {label: model for label, model in models.items() if label in PAPER}
 
 
 def run_ablation(
@@ -47,16 +47,16 @@ def run_ablation(
     Args:
         language: the runs on text; its models are replaced by those of the table.
         out: folder of the experiment, with ``language`` and ``recall`` in it.
-        progress: told how far each half is.
+        progress: called with how far each half is.
         command: what the results say they were made with.
         quick: a few steps of one seed only.
     """
-    rows = language_rows()
+    rows = language_models()
     language = replace(language, models=tuple(rows), rows=rows, out=str(out / "language")).judged_at_the_end()
-    experiment: TaskExperiment = replace(recall({}), seeds=language.seeds)
+    experiment = replace(find_experiment("recall"), seeds=language.seeds)
     if quick:
         language, experiment = language.quick(), experiment.quick()
-    texts = run_experiment(language, progress)
+    texts = run_experiment(language, progress, command)
     pairs = run_tasks(experiment, out / "recall", language.at_a_time, progress, command)
     report = {
         "name": "ablation",
@@ -67,11 +67,9 @@ def run_ablation(
         "language": texts,
         "recall": pairs["results"],
     }
-    table = paper_table(report["rows"])
-    write_results(report, as_markdown(table) + "\n", out)
     about = about_ablation(language, experiment, pairs["results"])
-    section = Section("The table of the paper, and ours beside it", [about], [table])
-    write_report(pairs["results"], out, "What each part of the memory is worth", [section])
+    section = Section("The paper's table, and ours beside it", [about], [paper_table(report["rows"])])
+    write_outcome(report, "What each part of the memory is worth", result_sections(pairs["results"], [section]), out)
     return report
 
 
@@ -91,7 +89,7 @@ def about_ablation(language: LMExperiment, experiment: TaskExperiment, results: 
 
 
 def table_rows(texts: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A row of the table for every model: both halves' figures and the paper's."""
+    """One row of the table per model: the figures of both halves and the paper's."""
     by_label = {row["model"]: row for row in texts}
     rows = []
     for label, paper in PAPER.items():

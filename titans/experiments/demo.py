@@ -1,4 +1,4 @@
-"""The demonstration: a model whose memory learns while it reads, beside the same model with that switched off."""
+"""The demonstration: a model whose memory learns while it reads, beside the same model with its memory off."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from rich.table import Table as Drawn
 import titans
 from titans.bench.model import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
 from titans.bench.timing import busy_notices, machine_text
+from titans.evaluation.measure import Evaluation
 from titans.experiments.catalogue import RECALL, SCHEDULE
 from titans.experiments.memory_tests import (
     AGAIN,
@@ -30,9 +31,9 @@ from titans.experiments.memory_tests import (
     mean_surprise,
     surprise_of_facts,
 )
-from titans.experiments.runs import Exam, Job, check_jobs, run_folder, run_jobs
+from titans.experiments.runs import Job, check_jobs, run_folder, run_jobs
 from titans.experiments.tasks import read_result
-from titans.files import EVAL, METRICS
+from titans.files import METRICS
 from titans.models import TitansForCausalLM
 from titans.models.loading import load_model
 from titans.report.outcome import read_kept, write_outcome
@@ -58,7 +59,7 @@ ARMS: dict[str, dict[str, Any]] = {WITH: {}, WITHOUT: {"memory_writes": False}}
 SURPRISED = 64  # sequences that the surprise is the mean of
 
 OURS, THEIRS = "Titans", "Transformer"
-LEAD = 1.05  # how much faster counts as faster
+LEAD = 1.05  # a lead that counts as faster
 # The width and layers of the model that is trained, with longer segments: those of 16 tokens only make the test hard.
 SPEED = ModelBenchmarkSettings(
     dim=MODEL["hidden_size"], layers=MODEL["num_hidden_layers"], heads=MODEL["num_attention_heads"], vocab_size=192,
@@ -81,16 +82,16 @@ def run_demo(
     command: str | None = None,
     console: Console | None = None,
 ) -> Report:
-    """Train both models on recall at length 64, test them up to 1024, and show what came out.
+    """Train both models on recall at length 64, test them up to length 1024, and show what came out.
 
-    Runs that are complete are kept, and a demonstration that is complete is only shown again.
+    Complete runs are kept, and a complete demonstration is only shown again.
 
     Args:
-        out_dir: folder for `report.json`, `report.html` and its pictures; made if it is not there. The runs are in
-            `runs` there, those of a quick demonstration in `quick/runs`.
-        seeds: one run of each model per seed.
+        out_dir: folder for `report.json`, `report.md`, `report.html` and its pictures, made if needed. `recall.png`
+            shows recall against length. The runs are in `runs`, those of a quick demonstration in `quick/runs`.
+        seeds: each of them gives one run of each model.
         quick: one seed and a few steps: shows that everything works, not that it learns.
-        at_a_time: runs side by side, a process with one thread each; None: two, if there are two cores.
+        at_a_time: how many runs go side by side, each a process with one thread; None: two, if there are two cores.
         command: what the report says it was made with; None: the command that does the same.
         console: where progress and the table go; None: standard output.
 
@@ -144,17 +145,17 @@ def run_demo(
 
 
 def make_jobs(out: Path, seeds: Sequence[int], quick: bool) -> list[Job]:
-    """A run of each model for each seed, and what it is tested with."""
+    """One run of each model per seed, and what it is tested with."""
     lengths, depths, samples = (LENGTHS[:2], DEPTHS[::4], 2) if quick else (LENGTHS, DEPTHS, SAMPLES)
     train = TRAIN | ({"steps": 4, "warmup": 1.0, "log_every": 1, "eval_every": 2} if quick else {})
-    exam = Exam((Recall.name,), {"lengths": list(lengths), "depths": list(depths)}, samples)
+    test = Evaluation((Recall.name,), {"lengths": list(lengths), "depths": list(depths)}, samples)
     jobs = []
     for seed in seeds:
         for label, fields in ARMS.items():
             folder = run_folder(out / "quick" if quick else out, label, seed)
             task = {"depths": list(depths)}
             config = TrainConfig(model=MODEL | fields, task=task, output=str(folder), seed=seed, **train)
-            jobs.append(Job(config, (exam,)))
+            jobs.append(Job(config, (test,)))
     return jobs
 
 
@@ -181,7 +182,7 @@ def _command(seeds: Sequence[int], quick: bool) -> str:
 
 
 def _run(jobs: Sequence[Job], at_a_time: int, console: Console) -> None:
-    """Trains and tests with a live table; where there is no terminal, a line for each run that ends."""
+    """Train and test with a live table; where there is no terminal, with one line per run that ends."""
     finished = 0
     with Live(console=console, auto_refresh=False) as live:
 
@@ -199,7 +200,7 @@ def _run(jobs: Sequence[Job], at_a_time: int, console: Console) -> None:
 
 
 def draw_progress(jobs: Sequence[Job], running: Sequence[str]) -> Drawn:
-    """How far the runs are, by the files that they write; ``running`` names those that are under way."""
+    """How far the runs have come, by the files that they write; ``running`` names those that are under way."""
     table = Drawn(title=f"Learning to recall at {TRAIN['length']} tokens", title_justify="left", title_style="bold")
     widths = {"model": 11, "seed": 4, "step": 7, "loss": 5, "held-out accuracy": 17, "": 13}  # it should not twitch
     for name, width in widths.items():
@@ -225,9 +226,9 @@ def draw_progress(jobs: Sequence[Job], running: Sequence[str]) -> Drawn:
 
 
 def _tested(job: Job) -> str:
-    """How many cells of its test a run has done, of how many."""
+    """How many cells of its test a run has done, out of how many."""
     done = 0
-    if (job.folder / EVAL).is_file():
+    if job.results.is_file():
         done = len(read_result(job, _arm(job))["tasks"][Recall.name]["cells"])
     return f"{done}/{len(task_of(job).groups())}"
 
@@ -270,7 +271,7 @@ def _measure_speed(settings: ModelBenchmarkSettings, console: Console) -> dict[s
         "tokens_per_second": {name: [speed[length] for length in lengths] for name, speed in speeds.items()},
         "parameters": {NAMES[each["name"]]: each["parameters"] for each in measured["contenders"]},
         "machine": machine_text(measured["machine"]),
-        # that the machine was busy is no news: the runs have only just ended
+        # a busy machine is no news: the runs have only just ended
         "notices": [notice for notice in measured["notices"] if notice not in busy_notices(measured["machine"])],
     }
 
@@ -315,7 +316,7 @@ def about_speed(report: Report) -> str:
     lengths, speeds = report["speed"]["lengths"], report["speed"]["tokens_per_second"]
     ours, theirs = speeds[OURS], speeds[THEIRS]
     text = (
-        f"From {lengths[0]:,} to {lengths[-1]:,} tokens {OURS} goes from {ours[0]:,.0f} to {ours[-1]:,.0f} tokens a "
+        f"From {lengths[0]:,} to {lengths[-1]:,} tokens {OURS} goes from {ours[0]:,.0f} to {ours[-1]:,.0f} tokens per "
         f"second, and a {THEIRS} of the same size from {theirs[0]:,.0f} to {theirs[-1]:,.0f}"
     )
     backwards = reversed(list(zip(lengths, ours, theirs, strict=True)))
@@ -324,8 +325,8 @@ def about_speed(report: Report) -> str:
 
 
 def recall_table(report: Report) -> Table:
-    """Recall against length: a row a length, and the seeds in brackets."""
-    header = ["length", "x training", *(f"{name} (seeds)" for name in ARMS)]
+    """Recall against length: one row per length, with each seed in parentheses."""
+    header = ["length", "times training", *(f"{name} (each seed)" for name in ARMS)]
     rows = []
     for length in report["lengths"]:
         row = [f"{length:,}", f"{length / report['trained_at']:g}"]
@@ -348,7 +349,7 @@ def sections(report: Report) -> list[Section]:
             "Wherever the facts stand",
             [
                 f"The {pairs} facts stand at any depth of the sequence: 0 is its start, 1 just before the questions. "
-                "Numbers are the share that is recalled, in percent, as a mean over the seeds.",
+                "Numbers are the share of facts recalled, in percent, as a mean over the seeds.",
             ],
             figures=[plot_needle(report, arm) for arm in ARMS],
         ),
@@ -358,7 +359,7 @@ def sections(report: Report) -> list[Section]:
                 f"The model reads {pairs} facts, {PAUSE} fillers, and then, each time from the beginning, as many new "
                 "facts, the same facts again, or the same keys with each other's values. Surprise is the norm of the "
                 "gradient that a token sends into the memory, which is what the memory learns from; the figure shows "
-                f"the memory of the first layer, as a mean of {SURPRISED} sequences.",
+                f"the memory of the first layer, as a mean over {SURPRISED} sequences.",
                 about_surprise(report),
             ],
             figures=[surprise],
@@ -369,7 +370,7 @@ def sections(report: Report) -> list[Section]:
                 f"A forward pass over one sequence, one thread, the median of {report['settings']['speed']['repeats']} "
                 f"alternating rounds: {OURS} (MAC, segments of {report['settings']['speed']['segment']} tokens, "
                 f"{speed['parameters'][OURS]:,} parameters) and Llama of transformers "
-                f"({speed['parameters'][THEIRS]:,}), whose attention sees all tokens before.",
+                f"({speed['parameters'][THEIRS]:,}), whose attention sees all earlier tokens.",
                 about_speed(report),
                 *(f"{notice[0].upper()}{notice[1:]}" for notice in speed["notices"]),
             ],
@@ -386,7 +387,7 @@ def _made_section(report: Report) -> Section:
          show(run["held_out"], ".1%")]
         for run in report["runs"]
     ]  # fmt: skip
-    caption = f"Training on {report['trained_at']} tokens, the facts at any depth; held out are other facts."
+    caption = f"Training on {report['trained_at']} tokens, the facts at any depth; held-out accuracy is on other facts."
     made = (
         f"Made by the command '{report['command']}' on {report['date']} in {report['seconds']:,.0f} seconds, titans "
         f"{report['versions']['titans']}, {report['speed']['machine']}."
@@ -444,7 +445,7 @@ def plot_speed(report: Report) -> Figure:
     lengths, speeds = report["speed"]["lengths"], report["speed"]["tokens_per_second"]
     curves = [Curve(name, speeds[name], style=style) for style, name in enumerate((OURS, THEIRS))]
     png = plot_lines(
-        lengths, curves, "Tokens a second, reading one sequence", "length (tokens)",
-        "tokens a second",
+        lengths, curves, "Tokens per second, reading one sequence", "length (tokens)",
+        "tokens per second",
     )  # fmt: skip
-    return Figure("speed", png, f"Tokens a second against length, {OURS} and {THEIRS}")
+    return Figure("speed", png, f"Tokens per second against length, {OURS} and {THEIRS}")

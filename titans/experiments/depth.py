@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from titans.experiments.lm import LMExperiment, run_experiment
-from titans.experiments.runs import Exam, Job, Progress
+from titans.evaluation.measure import Evaluation
+from titans.experiments.lm import LMExperiment, train_models
+from titans.experiments.runs import Job, Progress
 from titans.experiments.tasks import read_result
-from titans.report.outcome import write_results
-from titans.report.page import Section, Table, as_markdown, show
-from titans.report.results import write_report
+from titans.report.outcome import write_outcome
+from titans.report.page import Section, Table, show
+from titans.report.results import result_sections
 
 DEPTHS = (1, 2, 3, 4)
 READ = 2048  # tokens that a model reads with one memory when it is tested
@@ -29,7 +29,7 @@ def run_depth(
     command: str = "",
     limit: int = LIMIT,
 ) -> dict[str, Any]:
-    """Trains an LMM of every depth; writes depth.json, depth.md, the page and its pictures into ``out``.
+    """Trains an LMM of every depth; writes depth.json, depth.md, the page and its figures into ``out``.
 
     Args:
         language: the runs; its models are replaced by those of the depths.
@@ -41,18 +41,18 @@ def run_depth(
         raise ValueError(f"depths is {list(depths)}; expected one or more numbers of at least 1")
     rows: dict[str, dict[str, Any]] = {f"depth {depth}": {"name": "lmm", "memory_depth": depth} for depth in depths}
     settings = {"data": language.data, "context": "sliding", "length": read, "limit": limit}
-    tests = (Exam(("perplexity",), settings),)
+    tests = (Evaluation(("perplexity",), settings),)
     language = replace(language, models=tuple(rows), rows=rows, out=str(out), tests=tests).judged_at_the_end()
-    texts = run_experiment(language, progress)
+    texts = train_models(language, progress)
     results = [read_result(Job(language.config(label, seed)), label) for seed in language.seeds for label in rows]
     table = depth_table(texts["table"], results)
-    report = {"name": "depth", "command": command, "date": time.strftime("%Y-%m-%d"), "results": results, **texts}
-    write_results(report, as_markdown(table) + "\n", out)
     about = (
         f"LMM with a memory of {', '.join(map(str, depths))} layers, {language.size} parameters each, trained on "
-        f"{language.tokens:,} tokens in sequences of {language.length}, tested on {read:,} tokens at a stretch."
+        f"{language.tokens:,} tokens in sequences of {language.length}, tested on windows of {read:,} tokens."
     )
-    write_report(results, out, "How deep a memory should be", [Section("All in all", [about], [table])])
+    sections = result_sections(results, [Section("Overall", [about], [table])])
+    report = {**texts, "name": "depth", "command": command, "results": results}
+    write_outcome(report, "How deep a memory should be", sections, out)
     return report
 
 
@@ -66,5 +66,5 @@ def depth_table(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]
         spread = "" if row["spread"] is None else f" ± {row['spread']:.3f}"
         minutes = f"{row['cpu_minutes']:.1f}"
         lines.append([row["model"], f"{row['parameters']:,}", f"{show(row['loss'])}{spread}", shown, minutes])
-    header = ["memory", "parameters", "validation loss", "at the last positions, each seed", "CPU minutes a run"]
+    header = ["memory", "parameters", "validation loss", "at the last positions, each seed", "CPU minutes per run"]
     return Table(header, lines, "Loss in nats per token; ± is the standard deviation over the seeds.")

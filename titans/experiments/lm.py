@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -11,20 +10,23 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
-from titans.files import METRICS, RESULT, write_atomically
+from titans.evaluation.measure import Evaluation
+from titans.experiments.runs import Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
+from titans.files import METRICS, RESULT
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
-from titans.report.outcome import read_figures
-from titans.report.page import show
+from titans.report.outcome import read_figures, write_outcome
+from titans.report.page import Figure, Section, Table, show
+from titans.report.plots import Curve, plot_dots, plot_lines
 from titans.tasks.prepared import load_prepared
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
 from titans.words import nearest
 
 MODELS = ("lmm", "mac", "mag", "mal", "transformer++", "mamba2", "gated-deltanet", "sliding-window")
+TITLE = "Language modelling at equal parameters and tokens"
 QUICK_STEPS = 4
-JUDGED = 131_072  # tokens of the one validation of a run whose curve nobody draws
+JUDGED = 131_072  # tokens of the only validation of a run whose curve is not drawn
 # Table 1 of the paper, 400M parameters and 15B tokens: perplexity on WikiText.
 PAPER = {
     "mag": 23.59, "mal": 23.93, "lmm": 25.03, "gated-deltanet": 25.47, "mac": 25.61, "mamba2": 26.34,
@@ -47,11 +49,12 @@ class LMExperiment:
         length, batch_tokens, learning_rate, warmup, weight_decay: as in a training config, the same for all models.
         rates: learning rates of models that need another.
         fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
-        tests: what each trained model is given.
+        tests: what each trained model is tested with.
         evaluations: validations along a run.
         eval_tokens: of a validation along a run, at most.
         final_eval_tokens: of the one at its end; None: all.
-        at_a_time: runs side by side, one thread each.
+        device: as in a training config.
+        at_a_time: how many runs go on side by side, with one thread each.
     """
 
     data: str
@@ -68,10 +71,11 @@ class LMExperiment:
     weight_decay: float = 0.1
     rates: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
-    tests: tuple[Exam, ...] = ()
+    tests: tuple[Evaluation, ...] = ()
     evaluations: int = 8
     eval_tokens: int = 50_000
     final_eval_tokens: int | None = None
+    device: str = "auto"
     at_a_time: int = 2
 
     def __post_init__(self) -> None:
@@ -131,15 +135,25 @@ class LMExperiment:
             save_every=max(1, steps // 4),
             keep=1,
             trackers=[],
+            device=self.device,
         )
 
 
-def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -> dict[str, Any]:
-    """Trains what is not trained yet, and writes lm.json, lm.md and lm.png into the experiment's folder.
+def run_experiment(experiment: LMExperiment, progress: Progress | None = None, command: str = "") -> dict[str, Any]:
+    """Trains what is not trained yet; writes lm.json, lm.md, the page and its figures into the experiment's folder.
 
     Runs that were interrupted go on; those that are complete, and were made with the same settings, are kept. A
     ``ValueError`` says what is wrong before anything is trained.
     """
+    report = train_models(experiment, progress) | {"command": command}
+    write_outcome(
+        report, "Language modelling at equal parameters and tokens", [lm_section(report)], Path(experiment.out)
+    )
+    return report
+
+
+def train_models(experiment: LMExperiment, progress: Progress | None = None) -> dict[str, Any]:
+    """Trains what is not trained yet; returns every run's figures and their summary."""
     prepared = load_prepared(experiment.data)
     if "validation" not in prepared.splits:
         raise ValueError(f"{experiment.data} has no validation split; expected one: titans prepare --validation")
@@ -147,18 +161,15 @@ def run_experiment(experiment: LMExperiment, progress: Progress | None = None) -
     configs = {run: experiment.config(*run) for run in runs}
     jobs = [Job(config, experiment.tests) for config in configs.values()]
     check_jobs(jobs)
-    out = Path(experiment.out)
     run_jobs(jobs, experiment.at_a_time, progress)
     report: dict[str, Any] = {
+        "name": "lm",
         "experiment": asdict(experiment),
         "data": {"vocabulary": prepared.vocab_size, "splits": asdict(prepared)["splits"]},
         "date": time.strftime("%Y-%m-%d"),
         "runs": [_read_run(model, seed, configs[model, seed]) for model, seed in runs],
     }
     report["table"] = summarise_runs(report["runs"])
-    write_atomically(out / "lm.json", json.dumps(report, indent=2, allow_nan=False).encode())
-    write_atomically(out / "lm.md", markdown(report).encode())
-    draw(report, out / "lm.png")
     return report
 
 
@@ -197,62 +208,62 @@ def summarise_runs(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: math.inf if row["loss"] is None else row["loss"])
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The table, with what it was made of."""
+def lm_section(report: dict[str, Any]) -> Section:
+    """The final losses as a table and with every seed as a dot, and the losses along the training."""
     experiment, runs = report["experiment"], report["runs"]
     seeds = ", ".join(map(str, experiment["seeds"]))
-    lines = [
-        f"Validation loss (nats per token) after {int(runs[0]['tokens']):,} tokens, "
-        f"length {experiment['length']}, batch {experiment['batch_tokens']:,} tokens, "
-        f"vocabulary {report['data']['vocabulary']:,}, seeds {seeds}, {report['date']}.",
-        "",
-        "| model | parameters | loss | ± | each seed | perplexity | rate | CPU minutes | paper's perplexity at 400M |",
-        "|---|---|---|---|---|---|---|---|---|",
+    about = (
+        f"Validation loss in nats per token after {int(runs[0]['tokens']):,} training tokens, length "
+        f"{experiment['length']}, batches of {experiment['batch_tokens']:,} tokens, a vocabulary of "
+        f"{report['data']['vocabulary']:,}, seeds {seeds}."
+    )
+    header = ["model", "parameters", "loss", "±", "each seed", "perplexity", "learning rate", "CPU minutes per run"]
+    rows = [
+        [
+            row["model"],
+            f"{row['parameters']:,}",
+            show(row["loss"]),
+            "" if row["spread"] is None else f"{row['spread']:.3f}",
+            ", ".join(map(show, row["losses"])),
+            show(row["perplexity"], ".2f"),
+            f"{row['learning_rate']:g}",
+            f"{row['cpu_minutes']:.1f}",
+            "" if row["paper"] is None else f"{row['paper']:.2f}",
+        ]
+        for row in report["table"]
     ]
-    for row in report["table"]:
-        spread = "" if row["spread"] is None else f"{row['spread']:.3f}"
-        each = ", ".join(map(show, row["losses"]))
-        paper = "" if row["paper"] is None else f"{row['paper']:.2f}"
-        lines.append(
-            f"| {row['model']} | {row['parameters']:,} | {show(row['loss'])} | {spread} | {each} | "
-            f"{show(row['perplexity'], '.2f')} | {row['learning_rate']:g} | {row['cpu_minutes']:.1f} | {paper} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def draw(report: dict[str, Any], path: Path) -> None:
-    """Validation loss along the training, and at its end with every seed."""
-    import io
-
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(1.5, 1), layout="constrained")
+    caption = "Best first; ± is the standard deviation over the seeds."
+    table = Table([*header, "paper's perplexity at 400M"], rows, caption)
     names = [row["model"] for row in report["table"]]
-    colours = {name: f"C{index}" for index, name in enumerate(names)}
-    for name in names:
-        curves = [run["curve"] for run in report["runs"] if run["model"] == name]
-        points = sorted(point for curve in curves for point in curve if point[1] is not None)
-        tokens = sorted({count for count, _ in points})
-        means = [statistics.fmean(loss for other, loss in points if other == count) for count in tokens]
-        dashes = "-" if name in VARIANTS else "--"
-        left.plot(tokens, means, dashes, color=colours[name], label=name, linewidth=1.6)
-    left.set(xlabel="training tokens", ylabel="validation loss (nats per token)", xscale="log")
-    left.grid(alpha=0.3)
-    left.legend(fontsize=8, title="best first")
-    for place, row in enumerate(report["table"]):
-        known = [loss for loss in row["losses"] if loss is not None]
-        right.plot(known, [place] * len(known), "o", color=colours[row["model"]], alpha=0.5, ms=5)
-        if row["loss"] is not None:
-            right.plot(row["loss"], place, "|", color="black", ms=14)
-    right.set(xlabel="final validation loss (nats per token)", yticks=range(len(names)), yticklabels=names)
-    right.invert_yaxis()
-    right.grid(alpha=0.3, axis="x")
-    count = report["table"][0]["parameters"] / 1e6
-    figure.suptitle(f"Language modelling at about {count:.1f}M parameters: points are seeds, bars their mean")
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png", dpi=140)
-    pyplot.close(figure)
-    write_atomically(path, buffer.getvalue())
+    tokens = sorted({count for run in runs for count, _ in run["curve"]})
+    lines = [
+        Curve(name, _mean_curve(runs, name, tokens), style=index, dashed=name not in VARIANTS)
+        for index, name in enumerate(names)
+    ]
+    dots = [
+        Curve(row["model"], [row["loss"]], runs=[[loss] for loss in row["losses"]], style=index)
+        for index, row in enumerate(report["table"])
+    ]
+    loss = "validation loss (nats per token)"
+    figures = [
+        Figure(
+            "lm-training",
+            plot_lines(tokens, lines, "Loss along the training", "training tokens", loss),
+            "Validation loss against training tokens, one line per model",
+            "Means over the seeds.",
+        ),
+        Figure(
+            "lm-final",
+            plot_dots(dots, "Loss at the end", loss),
+            "Final validation loss, one row per model, one dot per seed",
+            "Dots are seeds, strokes their mean.",
+        ),
+    ]
+    return Section("Validation loss", [about], [table], figures)
+
+
+def _mean_curve(runs: Sequence[dict[str, Any]], model: str, tokens: Sequence[int]) -> list[float | None]:
+    """The mean loss of a model's runs after each number of tokens; None where one of them has none."""
+    curves = [dict(run["curve"]) for run in runs if run["model"] == model]
+    found = [[loss for curve in curves if (loss := curve.get(count)) is not None] for count in tokens]
+    return [statistics.fmean(losses) if len(losses) == len(curves) else None for losses in found]

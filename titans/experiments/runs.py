@@ -1,4 +1,4 @@
-"""Many runs of one experiment: a process each, some side by side, and nothing done twice."""
+"""Many runs of one experiment: one process per run, some side by side, and nothing done twice."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from titans.evaluation.evaluate import Evaluation, evaluate, rehearse
-from titans.files import RESULT, RUN, write_atomically
+from titans.evaluation.evaluate import EVAL_FOLDER, evaluate
+from titans.evaluation.kinds import check_evaluation
+from titans.evaluation.measure import Evaluation
+from titans.files import EVAL, RESULT, RUN, write_atomically
+from titans.training.build import model_config
 from titans.training.config import TrainConfig
 from titans.training.run import Data, open_data
 
@@ -25,32 +28,11 @@ Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is ru
 
 
 @dataclass(frozen=True)
-class Exam:
-    """Tasks that a trained model is given.
-
-    Attributes:
-        tasks, settings, samples, seed, control, fields: as in :class:`titans.evaluation.evaluate.Evaluation`.
-    """
-
-    tasks: tuple[str, ...]
-    settings: dict[str, Any]
-    samples: int = 50
-    seed: int = 0
-    control: str | None = None
-    fields: dict[str, Any] | None = None
-
-    def of(self, folder: Path) -> Evaluation:
-        """The same of the model in a folder, which the results go to as well."""
-        given = {each.name: value for each in fields(self) if (value := getattr(self, each.name)) is not None}
-        return Evaluation(model=str(folder), out=folder, **given)
-
-
-@dataclass(frozen=True)
 class Job:
     """A model to train, and what it is tested with afterwards."""
 
     config: TrainConfig
-    tests: tuple[Exam, ...] = ()
+    tests: tuple[Evaluation, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -61,6 +43,11 @@ class Job:
     def name(self) -> str:
         """Of the run, and of its files beside it."""
         return self.folder.name
+
+    @property
+    def results(self) -> Path:
+        """The file of its test results, where ``titans eval`` has them, too."""
+        return self.folder / EVAL_FOLDER / EVAL
 
     def beside(self, ending: str) -> Path:
         """A file next to the run's folder."""
@@ -84,8 +71,12 @@ class Job:
 
         if not self.is_trained():
             train(self.config, resume=(self.folder / RUN).is_file())
+        old = self.folder / EVAL  # where earlier versions had them
+        if old.is_file() and not self.results.is_file():
+            self.results.parent.mkdir(exist_ok=True)
+            old.replace(self.results)
         for test in self.tests:
-            evaluate(test.of(self.folder))
+            evaluate(str(self.folder), test, self.results.parent, device=self.config.device)
         if self.tests:
             write_atomically(self.beside("done"), self._tests().encode())
 
@@ -105,26 +96,31 @@ def require_each_once(**lists: Sequence[Any]) -> None:
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Raises a ``ValueError`` if data are missing, if no test can be drawn, or if a run was made of something else."""
+    """Raises a ``ValueError`` if something is wrong with a model, the data or a test, or if a run differs from its job.
+
+    Said now, and not by a run after an hour.
+    """
     opened: dict[str, Data] = {}
-    rehearsed: set[str] = set()
+    checked: set[str] = set()
     for job in jobs:
         key = json.dumps(job.config.to_dict() | {"model": {}, "output": "", "seed": 0})  # most jobs have the same data
         if key not in opened:
             opened[key] = open_data(job.config)
+        if "pretrained" not in job.config.model:
+            model_config(job.config, opened[key].vocab_size, None)
         if (job.folder / RUN).is_file():
             difference = job.config.other_than(job.folder, opened[key].fingerprint)
             if difference is not None:
                 raise ValueError(f"{difference}; expected another --out")
         for test in job.tests:
             about = key + json.dumps(asdict(test))
-            if about not in rehearsed:
-                rehearse(test.of(job.folder), opened[key].tokenizer)
-                rehearsed.add(about)
+            if about not in checked:
+                check_evaluation(test, opened[key].tokenizer)
+                checked.add(about)
 
 
 def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress | None = None) -> None:
-    """Runs what is not done yet, ``at_a_time`` side by side, one thread each; a ``ValueError`` if one fails."""
+    """Runs what is not done yet, ``at_a_time`` side by side with one thread each; a ``ValueError`` if one fails."""
     if at_a_time < 1:
         raise ValueError(f"at_a_time is {at_a_time}; expected at least 1")
     waiting = [job for job in jobs if not job.is_done()]
@@ -142,7 +138,7 @@ def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress | None = No
                 done += 1
                 if process.returncode or not job.is_done():
                     words = job.beside("log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
-                    why = words[-1] if words else "no words"
+                    why = words[-1] if words else "it said nothing"
                     raise ValueError(f"the run {name} failed, see {job.beside('log')}: {why}")
             if progress is not None:
                 progress(done, len(jobs), ", ".join(running))
@@ -163,17 +159,17 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
 
 
 def main() -> None:
-    """What such a process does: the job of a file."""
+    """What such a process does: the job in a file."""
     import torch
 
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_the_parent, daemon=True).start()
     about = yaml.safe_load(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    tests = (Exam(**test | {"tasks": tuple(test["tasks"])}) for test in about["tests"])
+    tests = (Evaluation(**test | {"tasks": tuple(test["tasks"])}) for test in about["tests"])
     Job(TrainConfig(**about["train"]), tuple(tests)).run()
 
 
 def _end_with_the_parent() -> None:
-    """Standard input ends when whoever started the process does, however that may be; the run can be resumed."""
+    """Standard input ends when whoever started the process ends, in whatever way; the run can be resumed."""
     os.read(sys.stdin.fileno(), 1)  # not sys.stdin, whose lock, held by a thread, would abort the process at its end
     os._exit(1)

@@ -1,24 +1,28 @@
-"""Models that are trained on tasks and tested far beyond: one declaration an experiment, one way to run them all."""
+"""Models that are trained on tasks and tested far beyond: one declaration per experiment, one way to run them all."""
 
 from __future__ import annotations
 
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from titans.evaluation.evaluate import prepare
-from titans.experiments.runs import Exam, Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
-from titans.files import EVAL, RESULT
+from titans.evaluation.kinds import make_measures
+from titans.evaluation.measure import Evaluation
+from titans.experiments.runs import Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
+from titans.files import RESULT
+from titans.models.baselines import NAMES
 from titans.models.configuration import VARIANTS
-from titans.report.outcome import read_figures, write_results
-from titans.report.page import Section, Table, as_markdown, show
-from titans.report.results import result_tables, summarise, write_report
+from titans.report.outcome import read_figures, write_outcome
+from titans.report.page import Section, Table, show
+from titans.report.results import result_sections
 from titans.training.config import TrainConfig
+from titans.words import nearest
 
 QUICK_STEPS = 4
+OWN = ("model", "output", "seed")  # of a run's config, what differs from run to run
 
 
 @dataclass(frozen=True)
@@ -28,38 +32,47 @@ class TaskExperiment:
     Attributes:
         name: of the experiment and its files.
         title: for a person.
-        about: what is asked, a few sentences.
-        rows: models by their label: fields of ``TrainConfig.model``.
+        about: what is asked, in a few sentences.
+        models: by their label: fields of ``TrainConfig.model``.
         train: fields of :class:`titans.training.config.TrainConfig`, the same for all models.
-        tests: what each trained model is given.
-        controls: what those of our models that write into a memory are given besides.
+        tests: what each trained model is tested with.
+        controls: what those of our models that write into a memory are tested with besides.
         seeds: one run of every model for each.
-        start: folder of an experiment whose models these runs begin with, each with that of its label and seed; None:
-            they begin at random.
+        start: folder of an experiment whose trained models these runs begin with, each with that of its label and
+            seed; None: they begin at random.
     """
 
     name: str
     title: str
     about: str
-    rows: Mapping[str, Mapping[str, Any]]
+    models: Mapping[str, Mapping[str, Any]]
     train: Mapping[str, Any]
-    tests: Sequence[Exam]
-    controls: Sequence[Exam] = ()
+    tests: Sequence[Evaluation]
+    controls: Sequence[Evaluation] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     start: Path | None = None
 
     def __post_init__(self) -> None:
-        if not self.rows or not self.seeds:
+        if not self.models or not self.seeds:
             raise ValueError("there is nothing to run; expected at least one model and one seed")
         require_each_once(seeds=self.seeds)
+        known = [each.name for each in fields(TrainConfig) if each.name not in OWN]
+        for name in self.train:
+            if name not in known:
+                raise ValueError(f"train has {name!r}: {nearest(name, known)}")
+        for label, model in self.models.items():
+            if model.get("name") not in NAMES:
+                raise ValueError(
+                    f"the name of {label} is {model.get('name')!r}: {nearest(str(model.get('name')), NAMES)}"
+                )
 
     def only(self, labels: Sequence[str]) -> TaskExperiment:
         """The same with some of the models."""
         require_each_once(models=labels)
         for label in labels:
-            if label not in self.rows:
-                raise ValueError(f"models has {label!r}; expected some of {', '.join(self.rows)}")
-        return replace(self, rows={label: self.rows[label] for label in labels}) if labels else self
+            if label not in self.models:
+                raise ValueError(f"models has {label!r}; expected some of {', '.join(self.models)}")
+        return replace(self, models={label: self.models[label] for label in labels}) if labels else self
 
     def quick(self) -> TaskExperiment:
         """A few steps, and few and short sequences: shows that it works, not that it learns."""
@@ -68,10 +81,10 @@ class TaskExperiment:
         return replace(self, train=train, tests=tests, controls=controls, seeds=self.seeds[:1])
 
     def jobs(self, out: Path) -> list[Job]:
-        """All runs, a seed of every model before the next seed."""
+        """All runs, one seed of every model before the next seed."""
         made = []
         for seed in self.seeds:
-            for label, model in self.rows.items():
+            for label, model in self.models.items():
                 folder = run_folder(out, label, seed)
                 begun = dict(model) if self.start is None else {"pretrained": _trained(self.start, label, seed)}
                 config = TrainConfig(model=begun, output=str(folder), seed=seed, **self.train)
@@ -88,19 +101,19 @@ def _trained(start: Path, label: str, seed: int) -> str:
     return str(folder)
 
 
-def _shortened(test: Exam) -> Exam:
-    """The test with two sequences of a cell, at the two shortest lengths and at two depths, where it has them."""
+def _shortened(test: Evaluation) -> Evaluation:
+    """The test with two sequences per cell, at the two shortest lengths and at two depths, where it has them."""
     few: dict[str, Any] = {}
-    for task in prepare(test.of(Path()))[0]:
-        own = task.settings()
-        few |= {f"{task.name}.{name}": sorted(own[name])[:2] for name in ("lengths", "depths") if name in own}
+    for measure in make_measures(test):
+        own = measure.describe(())["settings"]
+        few |= {f"{measure.name}.{name}": sorted(own[name])[:2] for name in ("lengths", "depths") if name in own}
     return replace(test, settings={**test.settings, **few}, samples=2)
 
 
 def run_tasks(
     experiment: TaskExperiment, out: Path, at_a_time: int = 2, progress: Progress | None = None, command: str = ""
 ) -> dict[str, Any]:
-    """Trains and tests what is not done yet; writes NAME.json, NAME.md, the page and its pictures into ``out``.
+    """Trains and tests what is not done yet; writes NAME.json, NAME.md, the page and its figures into ``out``.
 
     Runs that were interrupted go on; those that are complete, and were made with the same settings, are kept. A
     ``ValueError`` says what is wrong before anything is trained.
@@ -108,7 +121,7 @@ def run_tasks(
     jobs = experiment.jobs(out)
     check_jobs(jobs)
     run_jobs(jobs, at_a_time, progress)
-    labels = [label for _ in experiment.seeds for label in experiment.rows]
+    labels = [label for _ in experiment.seeds for label in experiment.models]
     results = [read_result(job, label) for job, label in zip(jobs, labels, strict=True)]
     report = {
         "name": experiment.name,
@@ -120,16 +133,15 @@ def run_tasks(
         "train": dict(experiment.train),
         "results": results,
     }
-    training = _training_table(results)
-    write_results(report, markdown(report, training), out)
-    section = Section("How the models were trained", [experiment.about], [training])
-    write_report(results, out, experiment.title, [section])
+    seeds = f"Seeds: {', '.join(map(str, experiment.seeds))}."
+    section = Section("How the models were trained", [experiment.about, seeds], [_training_table(results)])
+    write_outcome(report, experiment.title, result_sections(results, [section]), out)
     return report
 
 
 def read_result(job: Job, label: str) -> dict[str, Any]:
     """The results of a run, under the label of its model."""
-    result: dict[str, Any] = json.loads((job.folder / EVAL).read_text(encoding="utf-8"))
+    result: dict[str, Any] = json.loads(job.results.read_text(encoding="utf-8"))
     result["model"]["name"] = label
     result["training"] = read_figures(job.folder / RESULT)
     return result
@@ -146,13 +158,3 @@ def _training_table(results: Sequence[dict[str, Any]]) -> Table:
         rows.append([label, *figures, accuracy, loss])
     header = ["model", "parameters", "training tokens", "CPU minutes", "validation accuracy, each seed", "loss"]
     return Table(header, rows, "Validation at the training length, by tokens of the answers.")
-
-
-def markdown(report: dict[str, Any], training: Table) -> str:
-    """The tables, with what they were made of."""
-    seeds = ", ".join(map(str, report["seeds"]))
-    parts = [f"# {report['title']}", report["about"], f"`{report['command']}`, {report['date']}, seeds {seeds}."]
-    parts += [*summarise(report["results"]), as_markdown(training)]
-    for title, table in result_tables(report["results"]):
-        parts += [f"## {title}", as_markdown(table)]
-    return "\n\n".join(parts) + "\n"

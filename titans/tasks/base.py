@@ -103,6 +103,10 @@ class Task(ABC):
         """A sequence by its number, where there are so many and no more."""
         raise NotImplementedError
 
+    def more_figures(self, losses: Sequence[float]) -> dict[str, float]:
+        """What is reported of a cell besides the share of right answers, from the loss of each answer in nats."""
+        return {}
+
     def settings(self) -> dict[str, Any]:
         """The fields, for a report."""
         return asdict(self)  # type: ignore[call-overload]

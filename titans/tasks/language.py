@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, ClassVar
 
 from titans.models.text import encode, opening, read_text
@@ -63,6 +65,10 @@ class Lambada(Task):
         context, word = read_passages(self.data)[number]
         tokens, place = join_tokens(tokenizer, context, word)
         return Example(tokens, (Answer(place, tuple(tokens[place:])),))
+
+    def more_figures(self, losses: Sequence[float]) -> dict[str, float]:
+        """The perplexity per word, as in the papers, and not per token."""
+        return {"perplexity": math.exp(min(fmean(losses), 700.0))}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
         """Any passage."""

@@ -1,0 +1,134 @@
+"""All that can be measured on a model, by name: tasks, perplexity, and tasks of lm-eval."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedModel
+
+from titans.evaluation.harness import PREFIX, LmEval
+from titans.evaluation.harness import TASKS as COMMON_SENSE
+from titans.evaluation.language import Perplexity
+from titans.evaluation.measure import Cell, Evaluation, Measure
+from titans.evaluation.score import score
+from titans.report.statistics import bootstrap
+from titans.tasks import Group, Task, deal_settings, example, find_task, known_tasks, make_task, settings_of
+
+
+@dataclass(frozen=True)
+class TaskMeasure:
+    """How many answers of a task a model gets right."""
+
+    task: Task
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return self.task.name
+
+    @property
+    def reads_text(self) -> bool:
+        """Unless it is made of plain tokens."""
+        return self.task.vocab_size is None
+
+    def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """As the task describes itself."""
+        task = self.task
+        return {
+            "title": task.title,
+            "source": task.source,
+            "metric": task.metric,
+            "unit": "",
+            "better": "higher",
+            "chance": task.chance,
+            "axes": list(task.axes),
+            "counted": "sequences",
+            "settings": json.loads(json.dumps(task.settings())),
+        }
+
+    def groups(self) -> list[dict[str, Any]]:
+        """The task's."""
+        return self.task.groups()
+
+    def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
+        """Draws one sequence of every group."""
+        for group in self.groups():
+            example(self.task, "test", evaluation.seed, 0, group, tokenizer)
+
+    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
+        """One cell: the mean over its sequences with its interval, and the loss per token of the answers."""
+        count = self.task.count(group)
+        samples = evaluation.samples if count is None else min(count, evaluation.samples)
+        examples = [example(self.task, "test", evaluation.seed, i, group, tokenizer) for i in range(samples)]
+        scores = score(model, examples, evaluation.control)
+        values = [fmean(answer.right for answer in answers) for answers in scores]
+        losses = [answer.loss for answers in scores for answer in answers]
+        loss = sum(losses) / sum(answer.tokens for answers in scores for answer in answers)
+        low, high = bootstrap(values, evaluation.seed)
+        diverged = not math.isfinite(loss)
+        cell = {
+            "group": dict(group),
+            "value": None if diverged else fmean(values),
+            "low": None if diverged else low,
+            "high": None if diverged else high,
+            "count": len(values),
+            "loss": None if diverged else loss,
+            "values": [round(value, 6) for value in values],
+        }
+        if not diverged and (more := self.task.more_figures(losses)):
+            cell["whole"] = more
+        return [cell]
+
+
+class Kind(NamedTuple):
+    """A measure before it has its settings.
+
+    Attributes:
+        name: under which its results are kept.
+        about: what it is, in a few words.
+        settings: their defaults by name.
+        make: the measure with settings.
+    """
+
+    name: str
+    about: str
+    settings: Mapping[str, Any]
+    make: Callable[[Mapping[str, Any]], Measure]
+
+
+def find_kind(name: str) -> Kind:
+    """What there is to measure under a name; a ``ValueError`` says what there is instead."""
+    if name == Perplexity.name:
+        return Kind(name, Perplexity.title, _defaults(Perplexity), lambda settings: Perplexity(**settings))
+    if name in COMMON_SENSE or name.startswith(PREFIX):
+        return Kind(name, "Common sense, through lm-eval", _defaults(LmEval), lambda settings: LmEval(name, **settings))
+    task = find_task(name, (Perplexity.name, *COMMON_SENSE, f"{PREFIX}NAME"))
+    about = f"{task.title}. {task.source}"
+    return Kind(task.name, about, settings_of(name), lambda settings: TaskMeasure(make_task(name, settings)))
+
+
+def known_kinds() -> list[Kind]:
+    """All that have a name; there are more tasks of lm-eval, and those in files of one's own."""
+    return [find_kind(name) for name in (*known_tasks(), Perplexity.name, *COMMON_SENSE)]
+
+
+def make_measures(evaluation: Evaluation) -> list[Measure]:
+    """What an evaluation measures, with the settings that it gives; a ``ValueError`` says what is wrong with them."""
+    kinds = {kind.name: kind for kind in map(find_kind, evaluation.tasks)}
+    dealt = deal_settings({name: kind.settings for name, kind in kinds.items()}, evaluation.settings)
+    return [kinds[name].make(own) for name, own in dealt.items()]
+
+
+def check_evaluation(evaluation: Evaluation, tokenizer: Any) -> None:
+    """Raises a ``ValueError`` for what can be seen to be impossible without a model."""
+    for measure in make_measures(evaluation):
+        measure.check(evaluation, tokenizer)
+
+
+def _defaults(kind: type[Perplexity] | type[LmEval]) -> dict[str, Any]:
+    return {each.name: each.default for each in fields(kind) if each.name != "name"}

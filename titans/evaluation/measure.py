@@ -1,0 +1,90 @@
+"""The interface of everything that can be measured on a model, and what is asked of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel
+
+from titans.tasks import Group
+from titans.words import require_whole
+
+CONTROLS = {
+    "no-writes": "nothing is ever written into the memory",
+    "reset": "the memory is back at its start when the question comes; attention keeps its window",
+    "swap": "the question is asked with the memory of another sequence",
+}
+Cell = dict[str, Any]  # group, value, low, high, count, values, and what else a measure knows
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What to measure, on whichever model.
+
+    Attributes:
+        tasks: names that :func:`titans.evaluation.kinds.find_kind` knows.
+        settings: of the tasks: ``SETTING`` for every task that has it, or ``TASK.SETTING`` for one.
+        samples: sequences per cell, at most.
+        seed: of the sequences.
+        control: a key of :data:`CONTROLS`; None: the memory is left alone.
+        fields: fields of the model's config to change, such as ``memory_chunk_size``.
+    """
+
+    tasks: tuple[str, ...]
+    settings: dict[str, Any] = field(default_factory=dict)
+    samples: int = 50
+    seed: int = 0
+    control: str | None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ValueError("tasks is empty; expected at least one")
+        require_whole(samples=self.samples)
+        require_whole(0, seed=self.seed)
+        if self.control is not None and self.control not in CONTROLS:
+            raise ValueError(f"control is {self.control!r}; expected one of {', '.join(CONTROLS)}")
+
+
+class Measure(Protocol):
+    """Something to measure on a model, with its settings.
+
+    Attributes:
+        name: under which its results are kept.
+        reads_text: whether it needs a tokenizer.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reads_text(self) -> bool: ...
+
+    def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
+        """Title, source, metric, unit, better, chance, axes, counted and settings; some may depend on the cells."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """What is measured in one go: a cell belongs to a group if it has all of the group's values."""
+
+    def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
+        """Raises a ``ValueError`` for what can be seen to be impossible without a model."""
+
+    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
+        """The cells of a group."""
+
+
+def changed_settings(measure: Any) -> dict[str, Any]:
+    """The settings of a measure, a dataclass, that are not as they are by default."""
+    return {
+        each.name: value
+        for each in fields(measure)
+        if each.default is not MISSING and (value := getattr(measure, each.name)) != each.default
+    }
+
+
+def refuse_controls(name: str, evaluation: Evaluation) -> None:
+    """Raises a ``ValueError`` if the memory is to be tampered with at a question, which a measure does not have."""
+    if evaluation.control is not None:
+        raise ValueError(f"control is {evaluation.control!r}; expected none, as {name} asks no question at the end")

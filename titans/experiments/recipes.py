@@ -1,0 +1,103 @@
+"""Recipes of experiments, YAML files that say what is trained on what and tested with what; and all names there are."""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+from titans import plugins
+from titans.files import read_yaml
+from titans.words import nearest
+
+# Experiments that are programs, each with its command in titans.cli.experiment.
+PROGRAMS = {
+    "lm": "Train our models and their baselines at equal parameters on equal tokens, and compare their losses.",
+    "ablation": "Leave out one part of the memory after the other, on text and on recall: the paper's Table 5.",
+    "depth": "Train memories of one to four layers and see how the loss falls along the text: the paper's Figure 7.",
+    "memory": "How many pairs an untrained memory holds, by depth and width, for how long, and what surprises it.",
+    "text-memory": "What the neural memory adds to the search of a text memory, and tests where a memory should win.",
+    "throughput": "Training speed against length, and against the memory's depth: the paper's Figures 8 and 9.",
+}
+ENTRY_POINTS = "titans.experiments"  # a package adds an experiment by an entry point of this group
+SUFFIXES = (".yaml", ".yml")
+# The fields of a recipe, and what each may be.
+FIELDS: dict[str, type] = {
+    "extends": str,  # another recipe, whose fields this one takes over: mappings are merged, all else is replaced
+    "help": str,  # one sentence for the command line
+    "title": str,  # of the report
+    "about": str,  # what is asked, in a few sentences
+    "model": dict,  # config fields of all models
+    "models": dict,  # by label: name, and config fields of one model
+    "train": dict,  # fields of TrainConfig
+    "training_only": list,  # settings that --set gives to the training and not to the tests
+    "tests": list,  # evaluations of each trained model
+    "controls": list,  # evaluations of those of our models that write into a memory
+    "seeds": list,  # one run of every model for each
+}
+
+KINDS = {"str": "text", "dict": "fields", "list": "a list"}
+
+
+def configs_folder() -> Path:
+    """The shipped configs: in an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def shipped_recipes() -> dict[str, Path]:
+    """The recipes that come with the package, by name; a name that begins with _ is only there to be extended."""
+    return {path.stem: path for path in sorted((configs_folder() / "experiments").glob("*.yaml"))}
+
+
+def added_experiments() -> dict[str, EntryPoint]:
+    """The experiments of other packages, not loaded yet."""
+    return plugins.added(ENTRY_POINTS, {*PROGRAMS, *shipped_recipes()})
+
+
+def known_experiments() -> dict[str, str]:
+    """All experiments, by name, each with one sentence for the command line."""
+    known = dict(PROGRAMS)
+    known |= {name: read_recipe(path)["help"] for name, path in shipped_recipes().items() if not name.startswith("_")}
+    for name, entry in added_experiments().items():
+        known[name] = f"From the package {entry.dist.name if entry.dist else 'that defines it'}."
+    return known
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """The fields of a recipe, with those of the recipe that it extends; a ``ValueError`` says what is wrong with it."""
+    return _read(path, ())
+
+
+def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist; expected the recipe of an experiment, a YAML file")
+    if path in before:
+        raise ValueError(f"{path} extends itself; expected another recipe")
+    recipe = read_yaml(path)
+    for name, value in recipe.items():
+        if name not in FIELDS:
+            raise ValueError(f"{path} has {name!r}: {nearest(name, FIELDS)}")
+        if not isinstance(value, FIELDS[name]):
+            raise ValueError(f"{name} in {path} is {value!r}; expected {KINDS[FIELDS[name].__name__]}")
+    base = recipe.pop("extends", None)
+    return recipe if base is None else _merged(_read(_find(base, path), (*before, path)), recipe)
+
+
+def _find(name: str, beside: Path) -> Path:
+    """A recipe by its name or file, which may stand beside another one."""
+    for path in (beside.parent / name, beside.parent / f"{name}.yaml"):
+        if path.suffix in SUFFIXES and path.is_file():
+            return path
+    shipped = shipped_recipes()
+    if name not in shipped:
+        raise ValueError(f"extends in {beside} is {name!r}: {nearest(name, shipped)}")
+    return shipped[name]
+
+
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    made = dict(base)
+    for name, value in over.items():
+        both = isinstance(value, dict) and isinstance(made.get(name), dict)
+        made[name] = _merged(made[name], value) if both else value
+    return made
