@@ -160,6 +160,16 @@ def memory(out: Out = Path("runs/memory"), quick: Quick = False) -> None:
     _show("memory", out)
 
 
+@app.command("surprise", help=PROGRAMS["surprise"])
+def surprise(out: Out = Path("runs/surprise"), quick: Quick = False) -> None:
+    from titans.experiments.surprise import run_surprise
+
+    out = _folder(out, quick)
+    with _running("surprise", out) as move:
+        run_surprise(out, move, _command(), quick)
+    _show("surprise", out)
+
+
 @app.command("text-memory", help=PROGRAMS["text-memory"])
 def text_memory(
     data: Annotated[Path, typer.Argument(help="A file of conversations and questions in the format of LoCoMo.")],
