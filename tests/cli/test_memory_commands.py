@@ -41,7 +41,7 @@ def test_what_is_remembered_is_recalled(capsys: pytest.CaptureFixture[str]) -> N
     captured = capsys.readouterr()
     first, why = captured.out.splitlines()
     assert first.startswith("1.000  20") and first.endswith("  My sister Anna lives in Lisbon.")
-    assert "cosine 0." in why and "words" in why and "(place 1)" in why
+    assert "cosine 0." in why and "words" in why and "(rank 1)" in why
     assert captured.err == "1 found, 1 below the threshold.\n"
     assert run("recall", "bicycle", "--limit", "1") == 0
     assert "The bicycle is [bold]red[/bold]." in capsys.readouterr().out
@@ -150,8 +150,8 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["remember"], "a text, - or --file is needed"),
-        (["remember", "x", "--file", "bad.txt"], "a text, - or --file is needed, and only one of them."),
+        (["remember"], "expected a text, - or --file"),
+        (["remember", "x", "--file", "bad.txt"], "expected a text, - or --file, and only one of them."),
         (["remember", ""], "text is empty"),
         (["remember", "a\x07b"], "text has the control character U+0007 at character 1"),
         (["remember", "a\udcffb"], "text is not valid UTF-8 at character 1"),

@@ -59,7 +59,7 @@ def test_a_memory_is_trained_on_a_transcript_and_loaded(
 
 def test_without_data_the_episodes_are_generated(bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = call("--out", str(tmp_path / "memory"), "--encoder", bert, "--quick", capsys=capsys)
-    assert code == 0 and said.startswith("16 episodes an epoch, 2 held out; 4 steps in ")
+    assert code == 0 and said.startswith("16 episodes per epoch, 2 held out; 4 steps in ")
 
 
 @pytest.mark.parametrize(

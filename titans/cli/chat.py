@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, open_memory
+from titans.cli.memory import (
+    DEFAULT_STORE,
+    Agent,
+    Encoder,
+    Limit,
+    Neural,
+    Session,
+    Store,
+    Url,
+    User,
+    open_memory,
+)
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -18,52 +30,60 @@ if TYPE_CHECKING:
     from titans.text.records import Record
 
 HELP = """\
-/memories         the newest memories; /memories WORDS: those that fit
-/forget ID        erase a memory for good; its first letters are enough; /forget all: everything of this talk's scope
-/why              what was recalled for the last message, and why; how surprising it was
-/help             this
-/quit             leave, as does Ctrl-D; Ctrl-C stops an answer
-A message that begins with / is written with two: //"""
+/memories         list the newest memories; /memories WORDS: those that match
+/forget ID        erase a memory for good (the start of its id is enough); /forget all: all memories of this scope
+/why              show what was recalled for the last message, and why, and how surprising the message was
+/help             show this
+/quit             leave, as Ctrl-D does; Ctrl-C stops an answer
+To send a message that begins with /, write //."""
 LISTED = 20  # memories that /memories shows
 SHOWN = 200  # characters of a memory in a table
 WIDTH = 300  # of tables where there is no terminal
 
 
 def chat(
-    message: Annotated[str | None, typer.Option("--message", "-m", help="Say this, print the answer, and end.")] = None,
+    message: Annotated[
+        str | None, typer.Option("--message", "-m", help="Send one message, print the answer, and exit.")
+    ] = None,
     store: Store = DEFAULT_STORE,
-    user: Annotated[str, typer.Option(help="Whose memory.")] = "default",
-    agent: Annotated[str | None, typer.Option(help="Of which agent.")] = None,
-    session: Annotated[str | None, typer.Option(help="Keep to this conversation.")] = None,
+    user: User = "default",
+    agent: Agent = None,
+    session: Session = None,
     llm: Annotated[
         str,
-        typer.Option(help="local, local:FILE.gguf, openai:MODEL, hf:FOLDER, or none to see the prompt instead."),
+        typer.Option(
+            help="Model that answers: local, local:FILE.gguf, openai:MODEL, hf:FOLDER; none shows the prompt."
+        ),
     ] = "local",
     base_url: Annotated[
-        str | None, typer.Option(help="Of an OpenAI-compatible server; default: OPENAI_BASE_URL.")
+        str | None, typer.Option(help="URL of an OpenAI-compatible server; by default OPENAI_BASE_URL.")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="Of that server; default, and safer: OPENAI_API_KEY.", show_default=False)
+        str | None, typer.Option(help="Key for that server; by default, and safer, OPENAI_API_KEY.")
     ] = None,
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds to wait for that server.")] = 60.0,
-    budget: Annotated[int, typer.Option(min=0, help="Tokens of a prompt for memories; 0 shows none.")] = 512,
+    budget: Annotated[
+        int, typer.Option(min=0, help="Tokens of a prompt that memories may take; 0: none are shown.")
+    ] = 512,
     threshold: Annotated[
-        float | None, typer.Option(help="Recall no memory whose cosine with the message is less.")
+        float | None, typer.Option(help="Leave out memories whose cosine with the message is lower.")
     ] = None,
-    system: Annotated[str | None, typer.Option(help="The persistent text that begins every prompt.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 256,
-    temperature: Annotated[float | None, typer.Option(min=0, help="Default: 0, or what a server thinks best.")] = None,
-    show: Annotated[bool, typer.Option("--show", help="Show what is recalled, and each message's surprise.")] = False,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Most records in the store; the least surprising go.")
+    system: Annotated[str | None, typer.Option(help="Text that begins every prompt.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Largest number of tokens of an answer.")] = 256,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Temperature; by default 0, or the server's own.")
     ] = None,
+    show: Annotated[
+        bool, typer.Option("--show", help="Show what is recalled and how surprising each message is.")
+    ] = False,
+    limit: Limit = None,
     encoder: Encoder = None,
     neural: Neural = None,
     url: Url = None,
 ) -> None:
-    """Talk to a language model that remembers what was said, here and in earlier talks.
+    """Talk to a language model that remembers what was said, now and in earlier conversations.
 
-    Without a terminal every line of the input is a message.
+    Without a terminal, each line of the input is a message.
     """
     with open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit, url=url) as memory:
         from titans.text.chat import Conversation
@@ -72,24 +92,24 @@ def chat(
 
         scope = Scope(user, agent, session)
         with closing(make_llm(llm, base_url, api_key, timeout)) as made:
-            talk = Conversation(memory, made, scope, budget, system, max_tokens, temperature, threshold)
+            conversation = Conversation(memory, made, scope, budget, system, max_tokens, temperature, threshold)
             if message is not None:
-                _answer(talk, message, show)
+                _answer(conversation, message, show)
             elif sys.stdin.isatty():
-                _converse(talk, show)
-            elif not _read_all(talk, show):
+                _converse(conversation, show)
+            elif not _read_all(conversation, show):
                 raise typer.Exit(2)
 
 
-def _converse(talk: Conversation, show: bool) -> None:
-    """Reads from the terminal until it ends; whatever goes wrong with a message, the talk goes on."""
+def _converse(conversation: Conversation, show: bool) -> None:
+    """Reads messages from the terminal; whatever goes wrong with one, the conversation goes on."""
     with suppress(ImportError):
         import readline  # noqa: F401  (gives input() line editing and a history, which is not written to any file)
-    typer.echo(f"{talk.llm.name}, with the memory of {talk.scope}. /help lists the commands.")
+    typer.echo(f"{conversation.llm.name}, with the memory of {conversation.scope}. /help lists the commands.")
     while True:
         try:
             line = input("> ")
-            if not _handle(talk, line, show, _confirm):
+            if not _handle(conversation, line, show, _confirm):
                 return
         except EOFError:
             typer.echo()
@@ -100,12 +120,12 @@ def _converse(talk: Conversation, show: bool) -> None:
             _complain(error)
 
 
-def _read_all(talk: Conversation, show: bool) -> bool:
-    """Takes every line of the input as a message or command; False if something went wrong with one."""
+def _read_all(conversation: Conversation, show: bool) -> bool:
+    """Takes each line of the input as a message or command; False if something went wrong with one."""
     fine = True
     for data in sys.stdin.buffer:
         try:
-            if not _handle(talk, data.decode("utf-8"), show, lambda question: True):
+            if not _handle(conversation, data.decode("utf-8"), show, lambda question: True):
                 break
         except UnicodeDecodeError as error:
             _complain(ValueError(f"a line of the input is not valid UTF-8 at byte {error.start}"))
@@ -116,12 +136,12 @@ def _read_all(talk: Conversation, show: bool) -> bool:
     return fine
 
 
-def _handle(talk: Conversation, line: str, show: bool, confirm: Callable[[str], bool]) -> bool:
-    """Does what a line says; False if it says to leave."""
+def _handle(conversation: Conversation, line: str, show: bool, confirm: Callable[[str], bool]) -> bool:
+    """Sends the message or does the command of a line; False if the command is to leave."""
     line = line.strip()
     if not line.startswith("/") or line.startswith("//"):
         if line:
-            _answer(talk, line.removeprefix("/") if line.startswith("//") else line, show)
+            _answer(conversation, line.removeprefix("/") if line.startswith("//") else line, show)
         return True
     command, _, rest = line.partition(" ")
     rest = rest.strip()
@@ -130,23 +150,23 @@ def _handle(talk: Conversation, line: str, show: bool, confirm: Callable[[str], 
     if command == "/help":
         typer.echo(HELP)
     elif command == "/memories":
-        _print(_memories(talk, rest))
+        _print(_memories(conversation, rest))
     elif command == "/forget":
-        _forget(talk, rest, confirm)
+        _forget(conversation, rest, confirm)
     elif command == "/why":
-        _why(talk)
+        _why(conversation)
     else:
         raise ValueError(f"there is no command {command}; expected /memories, /forget, /why, /help or /quit")
     return True
 
 
-def _answer(talk: Conversation, message: str, show: bool) -> None:
-    """Says a message and prints the answer as it comes; Ctrl-C stops it, and ends what is not a talk."""
-    answer = talk.turn(message)
+def _answer(conversation: Conversation, message: str, show: bool) -> None:
+    """Sends a message and prints the answer as it comes; Ctrl-C stops it."""
+    answer = conversation.turn(message)
     if show:
-        _show_recall(talk)
+        _show_recall(conversation)
     begun = False
-    with closing(answer):  # which stores what was said until then
+    with closing(answer):  # which stores the answer up to then
         try:
             for piece in answer:
                 typer.echo(piece.encode(), nl=False)
@@ -156,12 +176,12 @@ def _answer(talk: Conversation, message: str, show: bool) -> None:
         finally:
             if begun:
                 typer.echo()
-    if show and talk.last is not None and talk.last.answer is not None:
-        _note(f"surprise of the answer {talk.last.answer.surprise:.3f}")
+    if show and conversation.last is not None and conversation.last.answer is not None:
+        _note(f"surprise of the answer {conversation.last.answer.surprise:.3f}")
 
 
-def _show_recall(talk: Conversation) -> None:
-    turn = talk.last
+def _show_recall(conversation: Conversation) -> None:
+    turn = conversation.last
     if turn is None or turn.prompt is None:
         return
     many = len(turn.prompt.used)
@@ -170,10 +190,10 @@ def _show_recall(talk: Conversation) -> None:
         _note(f"  {hit.score:.3f}  {hit.record.created[:10]}  {_one_line(hit.record.text)}")
 
 
-def _why(talk: Conversation) -> None:
-    turn = talk.last
+def _why(conversation: Conversation) -> None:
+    turn = conversation.last
     if turn is None:
-        typer.echo("Nothing was said yet.")
+        typer.echo("Nothing has been said yet.")
         return
     typer.echo(f"{_one_line(turn.message.text)}: surprise {turn.message.surprise:.3f}")
     used = {hit.record.id for hit in turn.prompt.used} if turn.prompt is not None else set()
@@ -189,15 +209,13 @@ def _why(talk: Conversation) -> None:
         typer.echo(f"{turn.found.below} below the threshold.")
 
 
-def _memories(talk: Conversation, words: str) -> Table:
-    scope = talk.scope
+def _memories(conversation: Conversation, words: str) -> Table:
+    scope = asdict(conversation.scope)
     if words:
-        found = talk.memory.search(
-            words, user=scope.user, agent=scope.agent, session=scope.session, limit=LISTED, count_uses=False
-        )
+        found = conversation.memory.search(words, **scope, limit=LISTED, count_uses=False)
         records = [hit.record for hit in found]
     else:
-        records = talk.memory.records(user=scope.user, agent=scope.agent, session=scope.session, limit=LISTED)
+        records = conversation.memory.records(**scope, limit=LISTED)
     table = _table("id", "date", "who", "surprise", "text")
     for record in records:
         who, surprise = record.role or "", f"{record.surprise:.3f}"
@@ -205,30 +223,26 @@ def _memories(talk: Conversation, words: str) -> Table:
     return table
 
 
-def _forget(talk: Conversation, which: str, confirm: Callable[[str], bool]) -> None:
+def _forget(conversation: Conversation, which: str, confirm: Callable[[str], bool]) -> None:
     if which == "all":
-        if confirm(f"Erase every memory of {talk.scope}?"):
-            typer.echo(f"{talk.forget_all():,} memories erased.")
+        if confirm(f"Erase every memory of {conversation.scope}?"):
+            typer.echo(f"{conversation.forget_all():,} memories erased.")
         return
     if not which:
         raise ValueError("/forget takes the id of a memory, or all; /memories lists them")
-    record = _find(talk, which)
-    talk.forget(record.id)
+    record = _find(conversation, which)
+    conversation.forget(record.id)
     typer.echo(f"Erased: {_one_line(record.text)}")
 
 
-def _find(talk: Conversation, start: str) -> Record:
-    """The only record of the talk's scope whose id begins so."""
-    found = [record for record in _all(talk) if record.id.startswith(start)]
+def _find(conversation: Conversation, start: str) -> Record:
+    """The only record of the conversation's scope whose id begins with ``start``."""
+    records = conversation.memory.records(**asdict(conversation.scope), limit=1_000_000)
+    found = [record for record in records if record.id.startswith(start)]
     if len(found) != 1:
         many = "no memory has" if not found else f"{len(found)} memories have"
         raise ValueError(f"{many} an id that begins with {start!r}; /memories lists them")
     return found[0]
-
-
-def _all(talk: Conversation) -> Iterator[Record]:
-    scope = talk.scope
-    yield from talk.memory.records(user=scope.user, agent=scope.agent, session=scope.session, limit=1_000_000)
 
 
 def _confirm(question: str) -> bool:
@@ -270,7 +284,7 @@ def _one_line(text: str) -> str:
 
 
 def _note(words: str) -> None:
-    """Beside the answer, so that what is piped on is the answer alone."""
+    """Prints to standard error, so that a pipe gets the answer alone."""
     typer.echo(words, err=True)
 
 

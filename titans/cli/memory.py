@@ -1,4 +1,4 @@
-"""`titans memory`: look at a store of texts, copy it, and put it in order."""
+"""`titans memory`: inspect, copy and repair a store of texts; and the options that other commands share."""
 
 from __future__ import annotations
 
@@ -16,23 +16,31 @@ from titans.cli.common import bar, check_output, pairs, require
 if TYPE_CHECKING:
     from titans.text.memory import Memory
 
-app = typer.Typer(no_args_is_help=True, help="Look at a store of texts, copy it, and put it in order.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, copy and repair a store of texts.")
 
-Store = Annotated[
-    Path, typer.Option("--store", envvar="TITANS_MEMORY", help="Folder of the store, or its file; also TITANS_MEMORY.")
-]
+Store = Annotated[Path, typer.Option("--store", envvar="TITANS_MEMORY", help="Folder or file of the store.")]
 Encoder = Annotated[
-    str | None, typer.Option(help="Text encoder: a folder, or a name on the hub; default: the one that is installed.")
+    str | None, typer.Option(help="Folder or hub name of the text encoder; by default the one that is installed.")
 ]
-Neural = Annotated[Path | None, typer.Option(help="Folder that `titans text train` wrote; default: untrained.")]
+Neural = Annotated[
+    Path | None, typer.Option(help="Folder written by `titans text train`; by default the memory is untrained.")
+]
 Url = Annotated[
-    str | None, typer.Option(help="Qdrant as the vector index: URL of a server, or a folder for its local mode.")
+    str | None, typer.Option(help="Use Qdrant as the vector index: URL of a server, or a folder for its local mode.")
 ]
+User = Annotated[str, typer.Option(help="User that the memory belongs to.")]
+Agent = Annotated[str | None, typer.Option(help="Agent that the memory belongs to.")]
+Session = Annotated[str | None, typer.Option(help="Conversation that the memory belongs to.")]
+Limit = Annotated[
+    int | None,
+    typer.Option(min=1, help="Largest number of records in the store; beyond it, the least surprising are erased."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 DEFAULT_STORE = Path("titans-memory")
 
 
 def json_pairs(items: list[str], option: str) -> dict[str, Any]:
-    """NAME=VALUE as JSON knows values: what YAML takes for a date stays a text."""
+    """NAME=VALUE pairs with values that JSON has: what YAML takes for a date stays a text."""
     made: dict[str, Any] = json.loads(json.dumps(pairs(items, option), default=str))
     return made
 
@@ -41,19 +49,19 @@ def json_pairs(items: list[str], option: str) -> dict[str, Any]:
 def open_memory(store: Path, new: bool = False, **options: Any) -> Iterator[Memory]:
     """An open memory; what is wrong with it or with what is asked of it becomes one sentence.
 
-    With ``new`` a store that is not there is made.
+    With ``new``, a store that does not exist is created.
     """
     require("the text memory", "transformers", "text")
 
+    from titans.text.database import locate
     from titans.text.memory import Memory
-    from titans.text.sqlite import locate
 
     file = locate(store)
     if not new and not file.is_file():
         raise typer.BadParameter(f"there is no memory store at {file}; `titans remember` makes one.")
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
-        warnings.showwarning = _say
+        warnings.showwarning = _show_warning
         try:
             with Memory(store, **options) as memory:
                 yield memory
@@ -61,19 +69,18 @@ def open_memory(store: Path, new: bool = False, **options: Any) -> Iterator[Memo
             raise typer.BadParameter(str(error)) from error
 
 
-def _say(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning, as a sentence."""
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
     typer.echo(f"titans: {' '.join(str(message).split())}", err=True)
 
 
 @app.command("stats")
 def stats(
     store: Store = DEFAULT_STORE,
-    user: Annotated[str | None, typer.Option(help="Only this user's.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Read all of the store and say what is damaged.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    user: Annotated[str | None, typer.Option(help="Show only this user.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Read the whole store and report damage.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Figures of a store."""
+    """Show the number of records, scopes and bytes of a store."""
     with open_memory(store) as memory:
         figures = memory.stats(user)
         figures["by_scope"] = [
@@ -106,11 +113,11 @@ def _show(figures: dict[str, Any]) -> None:
 
 @app.command("export")
 def export(
-    file: Annotated[Path, typer.Argument(help="File of JSON lines to write.")],
+    file: Annotated[Path, typer.Argument(help="JSONL file to write.")],
     store: Store = DEFAULT_STORE,
-    user: Annotated[str | None, typer.Option(help="Only this user's records.")] = None,
+    user: Annotated[str | None, typer.Option(help="Export only the records of this user.")] = None,
 ) -> None:
-    """Write all records to a file of JSON lines."""
+    """Write all records to a file, one JSON object per line."""
     check_output(file)
     with open_memory(store) as memory:
         count = memory.export(file, user)
@@ -119,45 +126,45 @@ def export(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="File of JSON lines, each with a text.")],
+    file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file; each object needs a text.")],
     store: Store = DEFAULT_STORE,
     encoder: Encoder = None,
     neural: Neural = None,
     url: Url = None,
 ) -> None:
-    """Add the records of a file of JSON lines, in their order; those that are there already are passed over."""
+    """Add the records of a JSONL file, in their order; records that are already there are skipped."""
     with (
         bar("encoding") as move,
         open_memory(store, new=True, encoder=encoder, neural=neural, url=url) as memory,
     ):
-        count = memory.import_(file, lambda done, total: move(done, total, "writing"))
+        count = memory.import_(file, move)
     typer.echo(f"{count:,} records added to {store}")
 
 
 @app.command("reindex")
 def reindex(store: Store = DEFAULT_STORE, encoder: Encoder = None, neural: Neural = None, url: Url = None) -> None:
-    """Make all vectors and memories again, with this encoder and these projections."""
+    """Make all vectors and memories again, with the given encoder and projections."""
     with bar("encoding") as move, open_memory(store, encoder=encoder, neural=neural, url=url) as memory:
-        count = memory.reindex(lambda done, total: move(done, total, "encoding"))
+        count = memory.reindex(move)
     typer.echo(f"{count:,} records of {store} have new vectors and memories")
 
 
 @app.command("recover")
 def recover(
-    store: Annotated[Path, typer.Argument(help="The damaged store; it is not changed.")],
-    out: Annotated[Path, typer.Option(help="The new store.")],
+    store: Annotated[Path, typer.Argument(help="Folder or file of the damaged store, which is not changed.")],
+    out: Annotated[Path, typer.Option(help="Folder or file of the new store.")],
     encoder: Encoder = None,
     neural: Neural = None,
 ) -> None:
-    """Salvage what can be read of a damaged store into a new one."""
+    """Copy what can still be read of a damaged store to a new one."""
     require("the text memory", "transformers", "text")
 
     from titans.text.recovery import recover as run
 
     try:
         with bar("reading") as move:
-            found = run(store, out, encoder, neural, lambda done, total: move(done, total, "writing"))
+            found = run(store, out, encoder, neural, move)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    lost = "how many are lost is not known" if found.lost is None else f"{found.lost:,} are lost"
+    lost = "it is not known how many are lost" if found.lost is None else f"{found.lost:,} are lost"
     typer.echo(f"{len(found.records):,} records written to {out}; {lost}")

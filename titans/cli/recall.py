@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, json_pairs, open_memory
+from titans.cli.memory import DEFAULT_STORE, AsJson, Encoder, Neural, Store, Url, User, json_pairs, open_memory
 
 if TYPE_CHECKING:
     from titans.text.records import Hit
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
 def recall(
     query: Annotated[str, typer.Argument(help="The question.")],
     store: Store = DEFAULT_STORE,
-    user: Annotated[str, typer.Option(help="Whose memory.")] = "default",
-    agent: Annotated[str | None, typer.Option(help="Only of this agent.")] = None,
-    session: Annotated[str | None, typer.Option(help="Only of this conversation.")] = None,
+    user: User = "default",
+    agent: Annotated[str | None, typer.Option(help="Search only the memory of this agent.")] = None,
+    session: Annotated[str | None, typer.Option(help="Search only the memory of this conversation.")] = None,
     filter_: Annotated[
-        list[str], typer.Option("--filter", help="Only where the metadata have NAME=VALUE; may be repeated.")
+        list[str], typer.Option("--filter", help="Search only texts with metadata NAME=VALUE; may be repeated.")
     ] = [],  # noqa: B006
-    limit: Annotated[int, typer.Option(help="Most texts to show.")] = 10,
-    threshold: Annotated[float | None, typer.Option(help="Leave out texts whose cosine is less.")] = None,
+    limit: Annotated[int, typer.Option(help="Largest number of texts to show.")] = 10,
+    threshold: Annotated[float | None, typer.Option(help="Leave out texts whose cosine is lower.")] = None,
     why: Annotated[bool, typer.Option("--why", help="Show the parts of each score.")] = False,
     encoder: Encoder = None,
     neural: Neural = None,
     url: Url = None,
-    as_json: Annotated[bool, typer.Option("--json", help="As JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Find the texts of a memory that fit a question best."""
+    """Find the texts of a memory that match a question best."""
     with open_memory(store, encoder=encoder, neural=neural, url=url) as memory:
         found = memory.search(
             query, user=user, agent=agent, session=session, filters=json_pairs(filter_, "--filter"), limit=limit,
@@ -51,9 +51,9 @@ def recall(
 
 
 def _reasons(hit: Hit) -> str:
-    parts = [f"cosine {hit.cosine:.3f}" + (f" (place {hit.cosine_rank})" if hit.cosine_rank else "")]
+    parts = [f"cosine {hit.cosine:.3f}" + (f" (rank {hit.cosine_rank})" if hit.cosine_rank else "")]
     if hit.bm25 is not None:
-        parts.append(f"words {hit.bm25:.2f} (place {hit.bm25_rank})")
+        parts.append(f"words {hit.bm25:.2f} (rank {hit.bm25_rank})")
     if hit.neural is not None:
-        parts.append(f"memory {hit.neural:.3f} (place {hit.neural_rank})")
+        parts.append(f"memory {hit.neural:.3f} (rank {hit.neural_rank})")
     return ", ".join([*parts, f"surprise {hit.surprise:.3f}", f"id {hit.record.id}"])

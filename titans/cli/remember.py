@@ -10,34 +10,47 @@ from typing import Annotated
 import typer
 
 from titans.cli.common import bar
-from titans.cli.memory import DEFAULT_STORE, Encoder, Neural, Store, Url, json_pairs, open_memory
+from titans.cli.memory import (
+    DEFAULT_STORE,
+    Agent,
+    AsJson,
+    Encoder,
+    Limit,
+    Neural,
+    Session,
+    Store,
+    Url,
+    User,
+    json_pairs,
+    open_memory,
+)
 
 SPLITS = ("whole", "lines", "paragraphs")
 
 
 def remember(
-    text: Annotated[str | None, typer.Argument(help="What to remember; - reads it from the input.")] = None,
-    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="A file of text instead.")] = None,
+    text: Annotated[str | None, typer.Argument(help="Text to remember; - reads it from standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="Remember this text file.")] = None,
     split: Annotated[
-        str, typer.Option(help="What a text of the input or file is: whole, lines or paragraphs.")
+        str, typer.Option(help="Remember the input or file as a whole, or each of its lines or paragraphs.")
     ] = "whole",
     store: Store = DEFAULT_STORE,
-    user: Annotated[str, typer.Option(help="Whose memory.")] = "default",
-    agent: Annotated[str | None, typer.Option(help="Of which agent.")] = None,
-    session: Annotated[str | None, typer.Option(help="Of which conversation.")] = None,
-    role: Annotated[str | None, typer.Option(help="Who said it.")] = None,
+    user: User = "default",
+    agent: Agent = None,
+    session: Session = None,
+    role: Annotated[str | None, typer.Option(help="Role of the speaker, such as user or assistant.")] = None,
     metadata: Annotated[
-        list[str], typer.Option("--metadata", help="NAME=VALUE to keep with it; may be repeated.")
+        list[str], typer.Option("--metadata", help="Keep NAME=VALUE with the text; may be repeated.")
     ] = [],  # noqa: B006
-    limit: Annotated[int | None, typer.Option(min=1, help="Most records of the store; others go.")] = None,
+    limit: Limit = None,
     encoder: Encoder = None,
     neural: Neural = None,
     url: Url = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the records as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Write a text to a memory, and say how surprising it was."""
     if (text is None) == (file is None):
-        raise typer.BadParameter("a text, - or --file is needed, and only one of them.")
+        raise typer.BadParameter("expected a text, - or --file, and only one of them.")
     if split not in SPLITS:
         raise typer.BadParameter(f"--split takes {', '.join(SPLITS)}, got '{split}'.")
     texts = [text] if text is not None and text != "-" else _cut(_read(file), split)
@@ -62,7 +75,7 @@ def remember(
 
 
 def _read(file: Path | None) -> str:
-    """The text of a file, or of the input."""
+    """The text of a file, or of standard input."""
     name = "the input" if file is None else str(file)
     try:
         return (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 from titans.cli.common import bar, require
+from titans.cli.memory import Encoder
 
-app = typer.Typer(help="The text memory: train its projections, its gates and its start.")
-GENERATED = 200  # episodes an epoch, where there is no data
+app = typer.Typer(help="Train the neural part of the text memory.")
+GENERATED = 200  # episodes per epoch, where there is no data
 
 
 @app.callback(invoke_without_command=True)
@@ -22,43 +23,48 @@ def _text(context: typer.Context) -> None:
 
 @app.command("train")
 def train(
-    out: Annotated[Path, typer.Option(help="Folder for the trained memory, new or empty.")],
+    out: Annotated[Path, typer.Option(help="New or empty folder for the trained memory.")],
     data: Annotated[
         list[Path] | None,
-        typer.Argument(help="Transcripts: a message a line, or JSONL with text, session, question. None: generated."),
+        typer.Argument(
+            help="Transcripts: one message per line, or JSONL with text, session, question; without any, facts are "
+            "generated."
+        ),
     ] = None,
     generated: Annotated[
         int | None,
-        typer.Option(min=0, help="Episodes an epoch made from templates; default: 200 without data, else 0."),
+        typer.Option(min=0, help="Episodes per epoch made from templates; by default 200 without data, else 0."),
     ] = None,
     epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
-    batch: Annotated[int, typer.Option(min=1, help="Episodes of a step.")] = 8,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-4,
-    clip: Annotated[float, typer.Option(help="The largest norm of a step's gradient.")] = 1.0,
-    written: Annotated[int, typer.Option(min=1, help="Texts of an episode that are written.")] = 6,
-    asked: Annotated[int, typer.Option(min=1, help="Texts of an episode that ask for written ones.")] = 2,
+    batch: Annotated[int, typer.Option(min=1, help="Episodes per step.")] = 8,
+    learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
+    clip: Annotated[float, typer.Option(help="Largest norm of a step's gradient.")] = 1.0,
+    written: Annotated[int, typer.Option(min=1, help="Texts per episode that are written to the memory.")] = 6,
+    asked: Annotated[int, typer.Option(min=1, help="Queries per episode.")] = 2,
     second_order: Annotated[
-        bool, typer.Option("--second-order/--first-order", help="Gradients through the memory's own gradients, or not.")
+        bool, typer.Option("--second-order/--first-order", help="Take gradients through the memory's own gradients.")
     ] = True,
     contrastive: Annotated[
         bool,
         typer.Option(
-            help="A retrieval loss as well: without it, the same value for every text meets the other losses."
+            help="Add a retrieval loss; without it, the other losses are smallest if all texts have the same value."
         ),
     ] = True,
     data_dependent: Annotated[
-        bool, typer.Option(help="Step, momentum and forgetting that depend on the text.")
+        bool, typer.Option(help="Learn step, momentum and forgetting as functions of the text.")
     ] = False,
-    associate: Annotated[str, typer.Option(help="'self', or 'previous': the key is of the text before.")] = "self",
-    encoder: Annotated[str | None, typer.Option(help="Folder or hub name of the encoder; default: MiniLM.")] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the start and of the episodes.")] = 0,
-    quick: Annotated[bool, typer.Option("--quick", help="Two short epochs: shows that it works.")] = False,
+    associate: Annotated[
+        str, typer.Option(help="Text that is the key: self, or previous for the one before.")
+    ] = "self",
+    encoder: Encoder = None,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the starting weights and the episodes.")] = 0,
+    quick: Annotated[bool, typer.Option("--quick", help="Train two short epochs, to see that it works.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the memory in the folder.")] = False,
 ) -> None:
-    """Learn, from a user's transcripts or from generated facts, how texts are written to the memory and asked for.
+    """Train a text memory on transcripts, or on generated facts.
 
-    Memories that were written with other projections are of no use to the new ones: a store that is opened with the
-    trained folder rebuilds them from its log.
+    A store whose memories were written with other projections must be reindexed before it can be used with the trained
+    ones: `titans memory reindex --neural FOLDER`.
     """
     require("text train", "transformers", "text")
 
@@ -93,7 +99,7 @@ def train(
     figures = result.figures
     episodes, before, after = figures["episodes"], figures["held_out"]["before"], figures["held_out"]["after"]
     typer.echo(
-        f"{episodes['train']:,} episodes an epoch, {episodes['held_out']:,} held out; "
+        f"{episodes['train']:,} episodes per epoch, {episodes['held_out']:,} held out; "
         f"{figures['steps']:,} steps in {figures['seconds']:,.0f} s"
     )
     for name in ("read", "write"):
