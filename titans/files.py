@@ -51,7 +51,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write ``value`` as JSON to ``path``, whole or not at all; NaN and infinity, which JSON has not, become null."""
+    """Write ``value`` as JSON to ``path``, whole or not at all; NaN and infinity become null."""
     write_atomically(path, json.dumps(finite(value), indent=2, allow_nan=False).encode() + b"\n")
 
 
@@ -123,7 +123,7 @@ def _holder(folder: Path) -> str:
 
 
 def may_be_on_hub(name: str, pattern: str = HUB_NAME) -> bool:
-    """Whether a name that is no path here can be one on the hub, and is not a mistyped path.
+    """Whether a name that is no path here can be a name on the hub rather than a mistyped path.
 
     It is taken for a path if it begins with ``.``, ``/`` or ``~``, ends with ``/``, or is in a folder that is here.
     """
@@ -132,7 +132,7 @@ def may_be_on_hub(name: str, pattern: str = HUB_NAME) -> bool:
 
 
 def not_there(name: str) -> str:
-    """Words for a path that does not exist, with the name beside it that is most like it."""
+    """Says that a path does not exist, and which similar name does."""
     path = Path(name).expanduser()
     there = [each.name for each in content(path.parent)] if path.parent.is_dir() else []
     close = difflib.get_close_matches(path.name, there, n=1, cutoff=0.75)
@@ -140,7 +140,7 @@ def not_there(name: str) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file that holds fields; a ``ValueError`` says what is wrong with any other."""
+    """The fields of a YAML file; a ``ValueError`` says what is wrong with it."""
     import yaml
 
     if not path.is_file():

@@ -11,6 +11,7 @@ import yaml
 
 from tests.cli.commands import run
 from tests.training.conftest import TINY
+from titans.files import locked
 from titans.training.prepare import prepare
 
 TEXT = "The quick brown fox jumps over the lazy dog. " * 60
@@ -104,6 +105,12 @@ def test_a_folder_of_something_else_is_left_alone(
     code, said = call("train", str(config), "--output", str(tmp_path / "file"), capsys=capsys)
     assert code == 2 and "file cannot be written to (it is a file); expected a folder" in said
     assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_a_folder_in_use_is_one_sentence(config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with locked(tmp_path / "run", "titans train"):
+        code, said = call("train", str(config), capsys=capsys)
+    assert code == 2 and "run is in use by another process (titans train, process " in said and said.count("\n") == 1
 
 
 def test_fields_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset, Features, List, Value
 
+from titans.tasks.prepared import TokenStore
 from titans.training.config import TrainConfig
 from titans.training.prepare import prepare
 
@@ -72,6 +74,12 @@ def tiny(prepared: Path, tmp_path: Path) -> Callable[..., TrainConfig]:
         return TrainConfig(**{**values, **fields})
 
     return make
+
+
+def store_of(documents: Sequence[Sequence[int]]) -> TokenStore:
+    """Documents as they would be read from a prepared set."""
+    features = Features({"input_ids": List(Value("int32"))})
+    return TokenStore(Dataset.from_dict({"input_ids": [list(each) for each in documents]}, features=features))
 
 
 def losses(folder: str | Path) -> dict[int, float]:

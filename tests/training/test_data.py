@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from tests.training.conftest import store_of
 from titans.tasks import IGNORED
 from titans.tasks.prepared import TokenStore
 from titans.training.data import CarriedRows, PackedRows, StreamedRows, collate
@@ -23,7 +24,7 @@ def documents(sizes: list[int]) -> list[list[int]]:
 
 
 def store(sizes: list[int]) -> TokenStore:
-    return TokenStore.from_documents(documents(sizes))
+    return store_of(documents(sizes))
 
 
 def test_a_store_reads_across_documents() -> None:

@@ -19,10 +19,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start
+from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start, store_of
 from titans import TitansForCausalLM
 from titans.files import LOCK
-from titans.tasks.prepared import TokenStore
 from titans.training import run, trainer
 from titans.training.build import make_model
 from titans.training.callbacks import StopInOrder
@@ -299,7 +298,7 @@ def test_carried_training_reads_a_document_as_one_call_would(prepared: Path, tin
     """The loss of the pieces of a document, carried, is that of the whole document at once."""
     config = tiny("mac", carry=1, learning_rate=1e-12, weight_decay=0.0, steps=4, batch_tokens=LENGTH)
     documents = [list(range(1, 1 + 4 * LENGTH))]
-    store = TokenStore.from_documents(documents)
+    store = store_of(documents)
     data = run.open_data(config)
     rows = run.make_rows(config, run.Data(data.tokenizer, store, None, "x"), 4)
     model = make_model(config, 257, 256)

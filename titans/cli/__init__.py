@@ -1,4 +1,4 @@
-"""The `titans` command: one thin file a verb, and errors that are one sentence."""
+"""The `titans` command: one file per verb, and errors of one sentence."""
 
 from __future__ import annotations
 

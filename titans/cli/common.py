@@ -16,7 +16,7 @@ Device = Annotated[str, typer.Option(help=DEVICE)]
 
 
 def require(verb: str, package: str, extra: str) -> None:
-    """Says which extra installs a package that a verb needs, if it is not there."""
+    """Refuses a command whose package is not installed, and says which extra installs it."""
     if importlib.util.find_spec(package) is None:
         raise typer.BadParameter(f"{verb} needs {package}: pip install 'titan-memory[{extra}]'.")
 
@@ -35,7 +35,7 @@ def names(text: str | None) -> tuple[str, ...]:
 
 
 def pairs(items: list[str], option: str) -> dict[str, Any]:
-    """NAME=VALUE, the value as in YAML; a,b,c without brackets is a list, too."""
+    """The values of NAME=VALUE options, read as YAML; a,b,c is a list even without brackets."""
     import yaml
 
     made: dict[str, Any] = {}
@@ -52,7 +52,7 @@ def pairs(items: list[str], option: str) -> dict[str, Any]:
 
 
 def check_output(path: Path) -> Path:
-    """The path, if a file can be written there; said before the work, not after it."""
+    """The path, if a file can be written there; refused before the work, not after it."""
     if path.is_dir():
         raise typer.BadParameter(f"{path} is a directory, a file name is needed.")
     existing = next(parent for parent in path.absolute().parents if parent.exists())

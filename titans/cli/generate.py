@@ -1,4 +1,4 @@
-"""`titans generate`: go on with a text, after a document of any length, whose memory can be kept in a file."""
+"""`titans generate`: continue a text, after a document of any length whose memory can be kept in a file."""
 
 from __future__ import annotations
 
@@ -22,28 +22,38 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def generate(
-    model: Annotated[str, typer.Argument(help="A folder with a saved model, or the name of one on the hub.")],
-    prompt: Annotated[str | None, typer.Argument(help="The text to go on with; - is standard input.")] = None,
-    file: Annotated[Path | None, typer.Option(help="Read the prompt from here; - is standard input.")] = None,
-    context: Annotated[Path | None, typer.Option(help="Read this document first, of any length.")] = None,
+    model: Annotated[str, typer.Argument(help="A folder with a saved model, or a name on the hub.")],
+    prompt: Annotated[str | None, typer.Argument(help="The text to continue; - reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read the prompt from this file; - reads standard input.")] = None,
+    context: Annotated[Path | None, typer.Option(help="Read this document first; it may have any length.")] = None,
     memory: Annotated[
-        Path | None, typer.Option(help="Go on from what was read into this file; --context adds to it.")
+        Path | None, typer.Option(help="Continue from what was read into this file; --context adds to it.")
     ] = None,
-    save_memory: Annotated[bool, typer.Option("--save-memory", help="Add prompt and answer to --memory too.")] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Write no more tokens than this.")] = 200,
-    temperature: Annotated[float, typer.Option(help="Below 1, likely tokens become likelier.")] = 0.8,
-    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among so many tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Choose among the tokens that make up this probability.")] = None,
+    save_memory: Annotated[
+        bool, typer.Option("--save-memory", help="Add the prompt and the answer to --memory too.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Write at most this many tokens.")] = 200,
+    temperature: Annotated[
+        float, typer.Option(help="How random the choice is; below 1, likely tokens become likelier.")
+    ] = 0.8,
+    top_k: Annotated[int | None, typer.Option(min=1, help="Choose among this many of the likeliest tokens.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Choose among the likeliest tokens with this probability in all.")
+    ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the likeliest token.")] = False,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 1, tokens that were there are less likely.")] = 1.0,
-    seed: Annotated[int | None, typer.Option(min=0, help="Of the choices; default: another one each time.")] = None,
-    stop: Annotated[list[str], typer.Option(help="End before this text; may be given again.")] = [],  # noqa: B006
+    repetition_penalty: Annotated[float, typer.Option(help="Above 1, earlier tokens become less likely.")] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="The seed of the choices; default: a new one each time.")
+    ] = None,
+    stop: Annotated[list[str], typer.Option(help="Stop before this text; may be repeated.")] = [],  # noqa: B006
     echo: Annotated[bool, typer.Option(help="Print the prompt before the answer.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object at the end instead.")] = False,
     device: Device = "auto",
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(DTYPES)}; default: as saved.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"The type of the weights: {', '.join(DTYPES)}; default: as saved.")
+    ] = None,
 ) -> None:
-    """Go on with a text. A document can be read first, in constant memory, and what was read kept for later."""
+    """Continue a text. A document can be read first, in constant memory, and what was read can be kept for later."""
     text = _read_prompt(prompt, file)
     _check_memory(memory, writes=save_memory or context is not None)
     if not all(stop):
@@ -99,7 +109,7 @@ def _read_prompt(prompt: str | None, file: Path | None) -> str | None:
 
 
 def _check_memory(path: Path | None, writes: bool) -> None:
-    """Said before the work, not after it."""
+    """Refuses a file before the work, not after it."""
     if path is None:
         return
     if path.is_dir():
@@ -111,7 +121,7 @@ def _check_memory(path: Path | None, writes: bool) -> None:
 
 
 def _check_context(path: Path) -> None:
-    """Looks through the whole file: reading it with a model takes far longer, and might fail at its very end."""
+    """Refuses a bad file: reading it with a model takes far longer, and might fail at its very end."""
     from titans.models.text import read_text
 
     if path.exists() and not path.is_file() and not path.is_dir():
@@ -125,7 +135,7 @@ def _check_context(path: Path) -> None:
 
 
 def _numbers(dtype: str | None) -> Any:
-    """The kind of number that weights are."""
+    """The type of the weights; None: as saved."""
     import torch
 
     if dtype is not None and dtype not in DTYPES:
@@ -134,7 +144,7 @@ def _numbers(dtype: str | None) -> Any:
 
 
 def _read_context(session: Session, path: Path, memory: Path | None) -> dict[str, Any]:
-    """Reads a document with a bar of progress, and keeps it in ``memory`` once it has been read whole."""
+    """Reads a document, with a progress bar, and keeps it in ``memory`` once it has been read whole."""
     from titans.models.text import read_text
 
     if session.reader.grows:

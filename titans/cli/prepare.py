@@ -56,7 +56,7 @@ def prepare(
     skip_bad: SkipBad = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a prepared set that is there, finished or not.")] = False,
 ) -> None:
-    """Tokenise text into a set on disk that `titans train` reads; if it is stopped, the same command goes on."""
+    """Tokenise text into a set on disk that `titans train` reads; if stopped, the same command goes on."""
     check_train_extra("prepare")
 
     from titans.tasks.prepared import WORK
@@ -107,7 +107,7 @@ def unescape(text: str | None) -> str | None:
 
 
 def _validation(values: list[str] | None) -> float | list[str] | None:
-    """A part, if it is a number; otherwise sources."""
+    """A fraction if it is one number, otherwise sources."""
     if values and len(values) == 1:
         try:
             return float(values[0])

@@ -30,7 +30,7 @@ def tokenizer(
     name: Name = None,
     skip_bad: SkipBad = False,
 ) -> None:
-    """Train a byte-level BPE tokenizer, which loses nothing of any text, for `titans prepare --tokenizer`."""
+    """Train a byte-level BPE tokenizer, which can encode any text, for `titans prepare --tokenizer`."""
     check_train_extra("tokenizer")
 
     from titans.models.tokenizer import check_new_folder, make_encoder, save_tokenizer, train_tokenizer

@@ -1,4 +1,4 @@
-"""`titans train`: a model from prepared data, by a YAML file and flags over its fields."""
+"""`titans train`: train a model as a YAML file and flags say."""
 
 from __future__ import annotations
 

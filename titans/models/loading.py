@@ -1,4 +1,4 @@
-"""A saved language model and its tokenizer, from a folder or the Hugging Face hub, or one sentence on why not."""
+"""Load a saved language model and its tokenizer from a folder or the Hugging Face hub, or say why not."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def load_model(
     Args:
         name: a folder written by ``save_pretrained``, or the name of a model on the hub.
         device: see :func:`choose_device`.
-        dtype: of the weights; None: as they were saved.
+        dtype: the type of the weights; None: as they were saved.
     """
     device = choose_device(device)
     folder = Path(name)
@@ -125,7 +125,7 @@ def _fetch(name: str) -> Path:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Transformers without progress bars and warnings: what matters of them comes as an error."""
+    """While open, transformers shows no progress bars and no warnings: what matters comes as an error."""
     verbosity, had_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()

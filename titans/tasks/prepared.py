@@ -1,9 +1,9 @@
-"""Text that `titans prepare` has tokenised, in its folder: the documents, and their tokens in one line."""
+"""Text that `titans prepare` has tokenised: the folder, its documents, and their tokens end to end."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ WORK, MANIFEST = ".partial", "manifest.json"
 
 
 class Split(NamedTuple):
-    """How much there is of a split."""
+    """The size of a split."""
 
     documents: int
     tokens: int
@@ -29,12 +29,12 @@ class Prepared:
     """A tokenised set on disk: a row of ``input_ids`` for each document, which ends with the tokenizer's eos.
 
     Attributes:
-        folder: of all of it.
-        tokenizer_folder: of the tokenizer, for ``AutoTokenizer.from_pretrained``.
+        folder: the folder of the set.
+        tokenizer_folder: the folder of its tokenizer, for ``AutoTokenizer.from_pretrained``.
         vocab_size: how many tokens the tokenizer has.
         eos_token_id: what every document ends with.
         splits: ``train``, and ``validation`` if there is one.
-        fingerprint: of the sources, the tokenizer and the options.
+        fingerprint: identifies the sources, the tokenizer and the options.
     """
 
     folder: Path
@@ -90,7 +90,7 @@ def load_prepared(folder: str | Path) -> Prepared:
 
 
 def unfinished_work(out: Path) -> str | None:
-    """What was asked for by the work that was begun in a folder; None: there is none."""
+    """Identifies what unfinished work in a folder was asked for; None if there is no such work."""
     try:
         return str(json.loads((out / WORK / MANIFEST).read_bytes())["request"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -98,10 +98,10 @@ def unfinished_work(out: Path) -> str | None:
 
 
 class TokenStore:
-    """The documents of a prepared set as one long line of tokens, read from the memory-mapped Arrow file.
+    """The documents of a prepared set end to end, read from the memory-mapped Arrow file.
 
     Args:
-        dataset: a ``datasets.Dataset`` with a column ``input_ids``, one row a document.
+        dataset: a ``datasets.Dataset`` with a column ``input_ids``, one row per document.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -117,15 +117,6 @@ class TokenStore:
         self._dataset = dataset  # keeps the file mapped
         self.starts: NDArray[np.int64] = np.concatenate(starts)  # of each document, and the end of the last
 
-    @classmethod
-    def from_documents(cls, documents: Sequence[Sequence[int]]) -> TokenStore:
-        """A store of documents that are in memory."""
-        from datasets import Dataset as ArrowDataset
-        from datasets import Features, List, Value
-
-        features = Features({"input_ids": List(Value("int32"))})
-        return cls(ArrowDataset.from_dict({"input_ids": [list(d) for d in documents]}, features=features))
-
     @property
     def tokens(self) -> int:
         """How many there are."""
@@ -137,7 +128,7 @@ class TokenStore:
         return len(self.starts) - 1
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """The tokens from ``start`` to ``stop`` of the whole line."""
+        """The tokens from ``start`` to ``stop``, counted over all documents."""
         parts = []
         chunk = int(np.searchsorted(self._chunk_starts, start, side="right")) - 1
         while start < stop:

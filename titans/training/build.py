@@ -13,7 +13,7 @@ from titans.models.baselines import NAMES, SIZES, config_class, config_for, own_
 from titans.models.configuration import VARIANTS
 from titans.models.loading import load_model
 from titans.training.config import TrainConfig
-from titans.words import nearest
+from titans.words import nearest, sentence
 
 
 def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -> PreTrainedConfig:
@@ -50,11 +50,11 @@ def model_config(config: TrainConfig, vocab_size: int, eos_token_id: int | None)
     except ValueError:
         raise
     except Exception as error:  # each config of transformers has its own way to refuse a value
-        raise ValueError(f"model is not a {name}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"model is not a {name}: {sentence(error)[:300]}") from None
 
 
 def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -> Any:
-    """The model to train: new and random by ``seed``, or one that was trained before."""
+    """The model to train: a new one, random by ``seed``, or one that was trained before."""
     pretrained = config.model.get("pretrained")
     if pretrained is None:
         made = model_config(config, vocab_size, eos_token_id)
@@ -86,7 +86,7 @@ def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -
 
 
 def shard(model: torch.nn.Module, device: torch.device) -> None:
-    """Shards parameters, gradients and optimiser over all processes, in place: FSDP2, a unit a layer and one around."""
+    """Shards a model over all processes, in place: FSDP2, with one unit per layer and one for the rest."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard

@@ -72,7 +72,7 @@ class ProgressBar(TrainerCallback):
 
 
 class MetricsFile(TrainerCallback):
-    """Every figure of the run as a line of JSON; a continued run takes back the lines after its checkpoint."""
+    """Writes every log as a line of JSON; a resumed run drops the lines after its checkpoint."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / METRICS
@@ -80,7 +80,7 @@ class MetricsFile(TrainerCallback):
         self.spent = self.passed = 0.0  # CPU seconds, and seconds, of the processes before this one
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keeps the lines of the steps that count."""
+        """Drops the lines of steps that will be taken again."""
         if not state.is_world_process_zero:
             return
         kept = [line for line in read_metrics(self.path) if line["step"] <= state.global_step]

@@ -1,4 +1,4 @@
-"""``TrainConfig``: every number and switch of a training run, read from YAML and the command line, checked at once."""
+"""``TrainConfig``: every setting of a training run, read from YAML and the command line, and checked at once."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ GRADIENTS = ("second", "first")
 PARALLEL = ("ddp", "fsdp2")
 SCHEDULES = ("cosine", "stable")
 DEVICES = ("auto", "cpu", "cuda", "mps")
-TASK = "task:"  # how data that a task draws is named
-# What may change between a run and its continuation: where and how it runs, not what it computes.
+TASK = "task:"  # begins the name of data that tasks draw
+# What may change when a run is resumed: where and how it runs, not what it computes.
 FREE = frozenset(
     (
         "data", "output", "micro_batch", "workers", "log_every", "memory_stats_every", "eval_every", "eval_tokens",
@@ -30,7 +30,7 @@ FREE = frozenset(
 )  # fmt: skip
 
 
-STREAM = frozenset(("data", "workers", "micro_batch"))  # what a stream's rows depend on, too
+STREAM = frozenset(("data", "workers", "micro_batch"))  # what the rows of a stream depend on as well
 
 
 @dataclass(frozen=True)
@@ -218,13 +218,13 @@ class TrainConfig:
 
     @property
     def tasks(self) -> list[str]:
-        """Names of the tasks that draw the data; none: it is text."""
+        """The names of the tasks that draw the data; none if it is text."""
         if not self.data.startswith(TASK):
             return []
         return [name.strip() for name in self.data.removeprefix(TASK).split(",")]
 
     def sequence_length(self, step: int, steps: int) -> int:
-        """Tokens of a sequence that a task draws for a step of ``steps``."""
+        """How many tokens a sequence has that a task draws for step ``step`` of ``steps``."""
         if self.shortest is None or step >= self.growth * steps:
             return self.length
         doublings = round(math.log2(self.length / self.shortest))
@@ -232,16 +232,16 @@ class TrainConfig:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens that a sequence of a batch brings to one optimiser step."""
+        """Tokens per sequence and optimiser step."""
         return self.length * max(1, self.carry)
 
     @property
     def rows(self) -> int:
-        """Sequences of a batch, all processes and accumulation steps together."""
+        """Sequences per batch, all processes and accumulation steps together."""
         return self.batch_tokens // self.row_tokens
 
     def accumulation(self, processes: int) -> tuple[int, int]:
-        """Sequences of a process at a time, and how many times they are accumulated to a batch."""
+        """How many sequences a process takes at a time, and how many times these are accumulated for a batch."""
         share, rest = divmod(self.rows, processes)
         if rest or not share:
             raise ValueError(
@@ -252,7 +252,7 @@ class TrainConfig:
         return size, share // size
 
     def total_steps(self, data_tokens: int | None) -> int:
-        """Optimiser steps of the run; a pass over the data takes ``data_tokens``, filled places included."""
+        """Optimiser steps of the run; one pass over the data takes ``data_tokens``, padding included."""
         if self.steps is not None:
             return self.steps
         tokens = self.tokens
@@ -271,7 +271,7 @@ class TrainConfig:
         return asdict(self)
 
     def what_changed(self, saved: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-        """The first field that makes this another run than the saved one, with both values."""
+        """The first field by which this run differs from the saved one, with both values; None if there is none."""
         for name, value in self.to_dict().items():
             free = name in FREE and not (self.streamed and name in STREAM)
             if free or name not in saved:
@@ -285,7 +285,7 @@ class TrainConfig:
         return None
 
     def other_than(self, folder: Path, fingerprint: str) -> str | None:
-        """In what the run in a folder is another than this one on data with this fingerprint; None: in nothing."""
+        """How the run in a folder differs from this one on data with this fingerprint; None if it does not."""
         saved = read_yaml(folder / RUN)
         if saved.get("data_fingerprint") != fingerprint:
             return f"the run in {folder} was trained on other data than {self.data}"
@@ -386,7 +386,7 @@ def _hints() -> dict[str, Any]:
 
 
 def _convert(name: str, value: Any) -> Any:
-    """Numbers that YAML reads as words (1e-3), or whole numbers written with a point or an exponent (5e5)."""
+    """Converts numbers that YAML reads as text (1e-3), and whole numbers written with a point or an exponent (5e5)."""
     kinds = typing.get_args(_hints()[name]) or (_hints()[name],)
     if isinstance(value, str) and str not in kinds:
         try:

@@ -1,4 +1,4 @@
-"""Which tokens a training row holds: of prepared data a function of its number, whatever the workers and processes.
+"""Which tokens a training row holds; for prepared data, that depends on its number alone, not on workers or processes.
 
 Rows are numbered through the whole run. Optimiser step s takes the rows from s x R to (s + 1) x R - 1, where R is the
 number of sequences in a batch; however they are dealt out to processes and accumulation steps, a step sees the same.
@@ -30,9 +30,9 @@ class PackedRows(Dataset[Row]):
 
     Args:
         store: the tokens.
-        length: of a row.
-        rows: in the whole run; None: one pass from the first token on, in order, as for validation.
-        seed: of the order.
+        length: tokens per row.
+        rows: how many the whole run takes; None: one pass from the first token on, in order, as for validation.
+        seed: decides the order.
     """
 
     def __init__(self, store: TokenStore, length: int, rows: int | None, seed: int = 0) -> None:
@@ -69,16 +69,16 @@ class PackedRows(Dataset[Row]):
 class CarriedRows(Dataset[Row]):
     """Documents read from their start to their end by a number of lanes, each going on where it stopped.
 
-    Row number s x lanes + l is what lane l reads at step s: ``length`` tokens of its document, the last ones of a
-    document filled up with its end, which is not trained on. A lane that has finished takes the next document of the
-    epoch's order. ``restart`` of a row says that it is the first of its document.
+    Row number s x lanes + l is what lane l reads at step s: ``length`` tokens of its document, and at
+    the end of a document its last token again, which is not trained on. A lane that has finished takes the next
+    document of the epoch's order. ``restart`` of a row says that it is the first of its document.
 
     Args:
         store: the tokens.
-        length: of a row.
+        length: tokens per row.
         lanes: documents that are read side by side: the sequences of a batch.
-        steps: of the run; None: one pass in order, as for validation.
-        seed: of the order.
+        steps: how many the run has; None: one pass in order, as for validation.
+        seed: decides the order.
     """
 
     def __init__(self, store: TokenStore, length: int, lanes: int, steps: int | None, seed: int = 0) -> None:
@@ -146,8 +146,8 @@ class StreamedRows(IterableDataset[Row]):
     Args:
         texts: an iterable dataset of ``datasets`` with a text column, which deals its shards out to workers itself.
         tokenizer: with an end-of-text token, which is put behind every document.
-        length: of a row.
-        column: of the text.
+        length: tokens per row.
+        column: the column that holds the text.
     """
 
     def __init__(self, texts: Any, tokenizer: Any, length: int, column: str = "text") -> None:
@@ -185,13 +185,13 @@ class TaskRows(Dataset[Row]):
     """Sequences that tasks draw: a row is ``length`` tokens as one sequence, or as several shorter ones.
 
     Args:
-        tasks: they take turns by chance; one that has no sequence of the length sits it out.
-        tokenizer: of tasks of text.
-        length: of a row.
-        split: of the tasks.
-        seed: with the split and its number, decides a row.
-        count: rows.
-        size: tells for a row's number how long its sequences are.
+        tasks: for each sequence, one is chosen at random among those that have one of the length.
+        tokenizer: for tasks of text.
+        length: tokens per row.
+        split: the split of the tasks.
+        seed: decides a row, together with the split and its number.
+        count: how many rows there are.
+        size: gives the length of a row's sequences by its number; None: ``length``.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class TaskRows(Dataset[Row]):
         return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(labels)}
 
     def _draw(self, number: int, size: int) -> Example:
-        """A sequence of the first task, in an order by chance, that has one of at most ``size`` tokens."""
+        """A sequence of the first task, in random order, that has one of at most ``size`` tokens."""
         order = random.Random(f"{self.seed} {number}").sample(self.tasks, len(self.tasks))
         for task in order[:-1]:
             try:
@@ -237,7 +237,7 @@ class TaskRows(Dataset[Row]):
 
 
 def _row(tokens: NDArray[np.int64], length: int) -> Row:
-    """Inputs and their targets, the tokens one place on, from up to length + 1 tokens."""
+    """Inputs and their targets, the tokens that follow, from up to length + 1 tokens."""
     inputs = np.zeros(length, dtype=np.int64)
     targets = np.full(length, IGNORED, dtype=np.int64)
     count = max(0, len(tokens) - 1)

@@ -1,4 +1,4 @@
-"""From text to a tokenised set on disk, which `titans train` reads: in parallel, in shards, and resumable."""
+"""From text to a tokenised set on disk that `titans train` reads: in parallel, in shards, and resumable."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ KEPT = "what is done is kept, and the same command goes on from there"
 
 
 class Statistics(NamedTuple):
-    """Of the documents of a split: how many, tokens of all, of the middle one and of the longest."""
+    """How many documents a split has, and how many tokens: all of them, the median document, and the longest."""
 
     documents: int
     tokens: int
@@ -79,10 +79,10 @@ class Report:
     Attributes:
         prepared: the set.
         fresh: whether it was made now; if not, it was there already, and the rest is empty.
-        splits: what is in it.
+        splits: what is in each split.
         blank: documents that were left out because they are nothing but white space.
         skipped: bad lines that were left out.
-        bytes_per_token: of the text, ends of documents not counted.
+        bytes_per_token: bytes of text per token, ends of documents not counted.
     """
 
     prepared: Prepared
@@ -98,10 +98,10 @@ class Progress(NamedTuple):
 
     Attributes:
         stage: "tokenising", then "writing".
-        documents: that this call has been through at this stage.
-        tokens: of them.
-        done: of ``total``, with the work of earlier calls: bytes of the sources, then tokens.
-        total: of all there is.
+        documents: how many documents this call has processed at this stage.
+        tokens: how many tokens they have.
+        done: how much of ``total`` is done, earlier calls included: bytes of the sources, then tokens.
+        total: how much there is.
     """
 
     stage: str
@@ -137,14 +137,15 @@ def prepare(
 
     Args:
         names: files, folders and hub datasets; see :func:`titans.training.sources.find_sources`.
-        out: a folder, new or empty, or with a set to replace.
+        out: a folder that is new or empty, or that holds a set to replace.
         tokenizer: see :func:`titans.models.tokenizer.load_tokenizer`.
-        validation: sources of the validation split, which are left out of the others; or which part of the documents
-            it gets, chosen by a hash of their number and of ``seed``; of fewer than 20, the last part of their tokens.
+        validation: the sources of the validation split, which are left out of the others; or the part of the documents
+            that it gets, chosen by a hash of their number and of ``seed``; of fewer than 20, the last part of their
+            tokens.
         reading: how sources become documents.
-        workers: threads.
+        workers: how many threads work.
         overwrite: replace a prepared set, finished or not. Anything else is never replaced.
-        on_progress: told how far the work is, from any thread.
+        on_progress: is told how far the work is, from any thread.
     """
     out = Path(out)
     names = [names] if isinstance(names, str) else names
@@ -192,17 +193,17 @@ class _Job:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the set: what decides every token in it."""
+        """Identifies the set: all that decides the tokens in it."""
         return _digest(self._encoding, self.identities, asdict(self.reading), self.fraction, self.seed)
 
     @cached_property
     def request(self) -> str:
-        """Of what was asked for, whatever the sources hold by now."""
+        """Identifies what was asked for, whatever the sources hold by now."""
         names = {split: [_absolute(name) for name in some] for split, some in self.names.items()}
         return _digest(self._encoding, names, self._strict, self.fraction, self.seed)
 
     def shard(self, parts: Sequence[Part]) -> str:
-        """Of a shard without bad lines, which is the same whether or not they are skipped."""
+        """Identifies a shard without bad lines, which is the same whether or not such lines are skipped."""
         bounds = [[self._known[part.source.key()], part.start, part.stop, part.ends] for part in parts]
         return _digest(self._encoding, bounds, self._strict)
 
@@ -225,7 +226,7 @@ def _digest(*values: Any) -> str:
 
 
 def _absolute(name: str) -> str:
-    """What a source is called from everywhere."""
+    """A name of a source that does not depend on the current folder."""
     path = Path(name).expanduser()
     return str(path.resolve()) if path.exists() else name
 
@@ -238,7 +239,7 @@ def _make_job(
     reading: Reading,
     seed: int,
 ) -> _Job:
-    """Looks at what was asked for; raises ValueError for what cannot be done."""
+    """Finds the sources and the tokenizer; raises ValueError for what cannot be done."""
     fraction = float(validation) if isinstance(validation, int | float) else None
     if fraction is not None and not 0 < fraction < 1:
         raise ValueError(f"validation is {fraction:g}; expected a part between 0 and 1, or files.")
@@ -258,7 +259,7 @@ def _make_job(
 
 
 def _check_unchanged(job: _Job) -> None:
-    """The sources are what they were at the start."""
+    """Raises ValueError if a source is not what it was at the start."""
     for split, some in job.sources.items():
         for source, identity in zip(some, job.identities[split], strict=True):
             if source.identity() != identity:
@@ -266,7 +267,7 @@ def _check_unchanged(job: _Job) -> None:
 
 
 def _check_out(out: Path, job: _Job, overwrite: bool) -> Prepared | None:
-    """The set, if it is there already; raises ValueError if something else is, which is not to be replaced."""
+    """The set, if it is there already; raises ValueError if there is anything that must not be replaced."""
     if not out.exists():
         return None
     if (out / DESCRIPTION).exists():
@@ -319,7 +320,7 @@ class _Stopped(Exception):
 
 
 class _Meter:
-    """Adds up what the threads do, tells of it, and stops them."""
+    """Adds up and reports what the threads do, and stops them."""
 
     def __init__(self, stage: str, total: int, on_progress: Callable[[Progress], None] | None) -> None:
         self.stop = threading.Event()
@@ -347,7 +348,7 @@ def _tokenise(
     workers: int,
     on_progress: Callable[[Progress], None] | None,
 ) -> dict[str, list[Path]]:
-    """Makes the shards that are missing; the paths of all of them."""
+    """Makes the shards that are missing; returns the paths of all of them."""
     paths = {split: [_shard_path(job, work, shard) for shard in plan[split]] for split in plan}
     todo = [(shard, path) for split in plan for shard, path in zip(plan[split], paths[split], strict=True)]
     _clear(work, keep={MANIFEST, *(path.name for _, path in todo)})
@@ -378,14 +379,14 @@ def _tokenise(
 
 
 def _shard_path(job: _Job, work: Path, shard: Sequence[Part]) -> Path:
-    """Where a shard is or will be: one in which bad lines were skipped is not for those who want to know of them."""
+    """Where a shard is or will be; one in which bad lines were skipped does not serve a call that refuses them."""
     clean = work / f"shard-{job.shard(shard)}.arrow"
     skipping = clean.with_name(f"{clean.stem}-skipping.arrow")
     return skipping if job.reading.skip_bad and not clean.exists() else clean
 
 
 def _clear(folder: Path, keep: Set[str]) -> None:
-    """Removes what earlier calls left that is of no use to this one."""
+    """Removes what earlier calls left and this one cannot use."""
     for path in folder.iterdir():
         if path.is_dir():
             shutil.rmtree(path)

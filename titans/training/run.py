@@ -35,12 +35,12 @@ from titans.training.trainer import SAVING, MemoryTrainer, writing
 from titans.words import nearest, sentence
 
 TENSORBOARD = "tensorboard"
-# what a finished run has at its top besides
+# what else a finished run has at the top of its folder
 MODEL_FILES = (
     "config.json", "generation_config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "README.md", "training_args.bin",
 )  # fmt: skip
-TASK_VALIDATION = 256  # sequences
+TASK_VALIDATION = 256  # sequences that a task draws for validation
 PUSHED = "pushed_to"  # in the result: the name on the hub
 Say = Callable[[str], None]
 
@@ -50,11 +50,11 @@ class Data:
     """What a run reads.
 
     Attributes:
-        tokenizer: of the data; None: a task draws plain tokens.
-        train: the tokens; None: they are streamed, or drawn.
-        validation: the tokens; None: there are none, or they are drawn.
-        fingerprint: of the training data, to be the same when a run goes on.
-        tasks: what draws it.
+        tokenizer: the tokenizer of the data; None if a task draws plain tokens.
+        train: the training tokens; None if they are streamed or drawn.
+        validation: the validation tokens; None if there are none or they are drawn.
+        fingerprint: identifies the training data; it has to be the same when a run is resumed.
+        tasks: the tasks that draw the data.
     """
 
     tokenizer: Any
@@ -86,10 +86,10 @@ class Result:
     """How a run ended.
 
     Attributes:
-        output: its folder.
-        steps: optimiser steps that were taken in all.
-        finished: whether they are all of them.
-        metrics: the last validation, and the speed.
+        output: the folder of the run.
+        steps: how many optimiser steps were taken in all.
+        finished: whether these are all steps of the run.
+        metrics: the figures of the last validation, the time and the memory; NaN where one is not known.
     """
 
     output: Path
@@ -102,9 +102,9 @@ def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False,
     """Trains as ``config`` says; a ``ValueError`` says what is wrong with it before anything is written.
 
     Args:
-        resume: go on from the last checkpoint of the output folder, from the start if it has none.
+        resume: go on from the last checkpoint of the output folder, or from the start if it has none.
         overwrite: replace the run that the output folder holds.
-        say: told what is worth knowing, a sentence at a time; default: standard error.
+        say: is told what is worth knowing, one sentence at a time; default: printed to standard error.
     """
     if not config.output:
         raise ValueError("output is empty; expected the folder of the run")
@@ -236,7 +236,9 @@ def _open_tasks(config: TrainConfig) -> Data:
         raise ValueError(f"tokenizer is {config.tokenizer!r}; expected none, as {tasks[0].name} draws plain tokens")
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     data = Data(tokenizer, None, None, f"{config.data} {sorted(config.task.items())}", tuple(tasks))
-    for length in {config.sequence_length(step, 64) for step in range(64)}:  # said now, and not by a data worker
+    for length in {
+        config.sequence_length(step, 64) for step in range(64)
+    }:  # a mistake is found here, and not by a data worker
         for task in tasks:
             with suppress(WrongLengthError):
                 example(task, "train", config.seed, 0, length, tokenizer)
@@ -245,7 +247,7 @@ def _open_tasks(config: TrainConfig) -> Data:
 
 
 def _check_validation(config: TrainConfig, validation: TokenStore | None, own: Any, tokenizer: Any) -> None:
-    """Said now, and not after hours of training."""
+    """Refuses validation data that would fail after hours of training."""
     if validation is None:
         return
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
@@ -262,7 +264,7 @@ def _check_validation(config: TrainConfig, validation: TokenStore | None, own: A
 
 
 def _pass_tokens(config: TrainConfig, data: Data) -> int | None:
-    """What one pass over the data takes; None: nobody knows."""
+    """How many tokens one pass over the data takes; None if that is not known."""
     if data.train is None:
         return None
     if not config.carry:
@@ -295,7 +297,7 @@ def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
     try:
         texts = load_dataset(name, config.data_config, split=config.data_split, streaming=True)
     except Exception as error:
-        raise ValueError(f"data is {config.data!r}: {' '.join(str(error).split())[:300]}") from None
+        raise ValueError(f"data is {config.data!r}: {sentence(error)[:300]}") from None
     first = next(iter(texts), None)
     if first is None:
         raise ValueError(f"data is {config.data!r}, which is empty; expected documents")
@@ -310,7 +312,7 @@ def _size_of(config: TrainConfig, steps: int, row: int) -> int:
 
 
 def make_validation_rows(config: TrainConfig, data: Data, together: int) -> Any:
-    """What a run is validated on, ``together`` rows at a time; None: nothing."""
+    """The rows that a run is validated on, ``together`` at a time; None if there are none."""
     if data.tasks:
         return TaskRows(data.tasks, data.tokenizer, config.length, "validation", config.seed, TASK_VALIDATION)
     if data.validation is None:
@@ -321,7 +323,7 @@ def make_validation_rows(config: TrainConfig, data: Data, together: int) -> Any:
 
 
 def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
-    """Refuses a folder that holds something else, or another run than the one that is to go on."""
+    """Refuses a folder that holds something else, or a run other than the one to resume."""
     if resume and overwrite:
         raise ValueError("--resume and --overwrite are both given; expected one of them")
     is_run = (output / RUN).is_file()
@@ -350,7 +352,7 @@ def last_checkpoint(output: Path) -> Path | None:
 
 
 def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
-    """Makes the folder this run's."""
+    """Makes the folder that of this run."""
     if overwrite:
         for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD]:
             shutil.rmtree(path, ignore_errors=True)
@@ -414,7 +416,7 @@ def _schedule(config: TrainConfig, steps: int) -> dict[str, Any]:
 
 
 def _compile(model: PreTrainedModel, config: TrainConfig, say: Say) -> None:
-    """Compiles in place, if a trial on a few tokens works."""
+    """Compiles in place if a trial on a few tokens works."""
     trial = torch.zeros(1, config.length, dtype=torch.int64, device=model.device)
     try:
         compiled = torch.compile(model)
@@ -425,7 +427,7 @@ def _compile(model: PreTrainedModel, config: TrainConfig, say: Say) -> None:
         output.logits.float().mean().backward()
         model.compile()
     except Exception as error:
-        say(f"torch.compile failed, so the model runs without it: {' '.join(str(error).split())[:200]}")
+        say(f"torch.compile failed, so the model runs without it: {sentence(error)[:200]}")
     finally:
         model.zero_grad()
 
@@ -473,7 +475,7 @@ def _finish(trainer: MemoryTrainer, output: Path, config: TrainConfig, metrics: 
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most bytes that this process held at a time: of the GPU's memory, or of the machine's."""
+    """The most bytes that this process held at any time, of the GPU's memory or of the machine's; NaN if not known."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     try:

@@ -1,4 +1,4 @@
-"""Tokenised shards on disk, and how they are put together to the splits of a prepared set.
+"""Tokenised shards on disk, and how they are joined to the splits of a prepared set.
 
 A shard is an Arrow stream with a row for each piece of a document. It is written whole or not at all, so that work that
 was stopped goes on with the shards that are not there yet.
@@ -23,10 +23,10 @@ from titans.training.sources import BLOCK_BYTES, SKIPPED, Piece, naming
 SHARD_SCHEMA = pa.schema(
     [("input_ids", pa.list_(pa.int32())), ("ends", pa.bool_()), ("blank", pa.bool_()), ("size", pa.int64())]
 )
-MAX_PIECES = 4096  # of a batch
+MAX_PIECES = 4096  # per batch
 MAX_DOCUMENT = 1 << 30  # bytes of text in a row, whose tokens Arrow counts with 31 bits
 MAX_IN_MEMORY = 1 << 24  # tokens of a document that is put together in memory
-MIN_DOCUMENTS = 20  # from which on a part of them is validation; below, a part of the tokens
+MIN_DOCUMENTS = 20  # with fewer, a part of the tokens is validation instead of a part of the documents
 
 Ids = NDArray[np.int32]
 Write = Callable[[pa.RecordBatch], None]
@@ -38,9 +38,9 @@ def write_shard(
     """Tokenises the pieces and writes them to ``path``.
 
     Args:
-        encode: texts to ids.
-        eos: put behind the last piece of every document.
-        on_batch: told how many documents and tokens came in a batch; what it raises stops the work.
+        encode: turns texts into ids.
+        eos: the token that is put behind the last piece of every document.
+        on_batch: is told how many documents and tokens a batch had; what it raises stops the work.
     """
     with arrow_stream(path, SHARD_SCHEMA) as write:
         for batch in _batches(pieces):
@@ -66,9 +66,9 @@ class Group(NamedTuple):
 
     Attributes:
         values: their tokens, in one array or several.
-        lengths: tokens of each document.
-        blank: which of them are nothing but white space.
-        size: bytes of text of each.
+        lengths: the tokens per document.
+        blank: which documents are nothing but white space.
+        size: the bytes of text per document.
     """
 
     values: list[Ids]
@@ -78,7 +78,7 @@ class Group(NamedTuple):
 
 
 def read_groups(paths: Sequence[Path], eos: int, max_document: int = MAX_DOCUMENT) -> Iterator[Group]:
-    """The documents of shards in order, with those in one piece that go over the ends of batches and shards.
+    """The documents of shards in order; those that cross the ends of batches and shards are joined.
 
     The tokens stay on disk, mapped. A document of more than ``max_document`` bytes goes on as another one.
     """

@@ -1,4 +1,4 @@
-"""Documents out of text files, JSONL, Parquet and datasets of the hub, read in stretches that fit in memory.
+"""Documents from text files, JSONL, Parquet and hub datasets, read in parts that fit in memory.
 
 A source is planned first: it is divided into parts, whose bounds depend on the source and on :class:`Reading` alone.
 Any part can then be read on its own. A document that is longer than a block comes as several pieces.
@@ -28,7 +28,7 @@ from titans.models.tokenizer import quiet_logger
 
 MIN_BYTES = 64
 SHARD_BYTES = 8 << 20
-BLOCK_BYTES = 1 << 20  # the Rust tokenizer takes longer than in proportion for longer texts, and 100 bytes a token
+BLOCK_BYTES = 1 << 20  # on longer texts, the Rust tokenizer is slower per byte, and it takes 100 bytes per token
 TEXT_SUFFIXES = (".txt", ".md", ".text")
 JSONL_SUFFIXES = (".jsonl", ".ndjson")
 PARQUET_SUFFIXES = (".parquet",)
@@ -36,7 +36,7 @@ FOLDER_SUFFIXES = (
     *TEXT_SUFFIXES, *JSONL_SUFFIXES, *(f"{suffix}.gz" for suffix in TEXT_SUFFIXES + JSONL_SUFFIXES), *PARQUET_SUFFIXES,
 )  # fmt: skip
 HUB = "hf://"
-ROWS = 64  # of a Parquet file or a dataset that are in memory at a time
+ROWS = 64  # rows of a Parquet file or a dataset that are in memory at a time
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 SKIPPED = -1  # the size of a piece that stands for a bad line
 
@@ -47,10 +47,10 @@ class Reading:
 
     Attributes:
         separator: what stands between the documents of a text file; None: a file is one document.
-        text_column: of JSONL, Parquet and hub datasets.
-        split: of hub datasets whose name does not say another.
+        text_column: the column of JSONL, Parquet and hub datasets that holds the text.
+        split: the split of hub datasets whose name does not say another.
         name: the configuration of hub datasets.
-        shard_bytes: of text that is planned as one piece of work, about.
+        shard_bytes: about how many bytes of text are planned as one piece of work.
         skip_bad: leave out, and count, the lines of JSONL that hold no document; otherwise they are errors.
     """
 
@@ -106,7 +106,7 @@ class Source(Protocol):
         """Which source it is."""
 
     def identity(self) -> list[Any]:
-        """What changes when the source does, for JSON."""
+        """What changes when the source does, as JSON can hold it."""
 
     def plan(self, reading: Reading) -> Iterator[Part]:
         """The parts, in order."""
@@ -121,10 +121,10 @@ def find_sources(
     """The files and datasets that the names stand for, each once, in the order of the names and sorted in folders.
 
     Args:
-        names: files, folders (looked through for ``FOLDER_SUFFIXES``; hidden names are left out), or hub datasets as
+        names: files, folders (searched for ``FOLDER_SUFFIXES``; hidden names are left out), or hub datasets as
             ``hf://owner/name`` or ``owner/name``, with ``:split`` behind it for another split.
-        without: what to leave out.
-        folder: not to be looked through.
+        without: sources to leave out.
+        folder: a folder that is not searched.
     """
     found = {source.key(): source for name in names for source in _find(name, reading, folder)}
     for source in without:
@@ -153,7 +153,7 @@ def read_shard(shard: Iterable[Part], reading: Reading) -> Iterator[Piece]:
 
 
 def sample_texts(found: Iterable[Source], reading: Reading, max_bytes: int) -> Iterator[str]:
-    """The texts of the sources; of more than ``max_bytes``, so much of them, from places all over the sources."""
+    """The texts of the sources, or if they are longer, ``max_bytes`` of them from all over the sources."""
     reading = replace(reading, shard_bytes=BLOCK_BYTES)
     shards = plan_shards(found, reading)
     quota = left = max_bytes
@@ -174,7 +174,7 @@ def sample_texts(found: Iterable[Source], reading: Reading, max_bytes: int) -> I
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """While open, an error of reading or writing says which path it is about; Python says so only of opening."""
+    """While open, an error of reading or writing names the path; by itself, Python does so only when opening."""
     try:
         yield
     except OSError as error:
@@ -254,7 +254,7 @@ class _File:
         return begin
 
     def stretches(self, reading: Reading, bound: Callable[[BinaryIO, int], int]) -> Iterator[tuple[int, int, int]]:
-        """Starts, stops and sizes of parts; ``bound`` finds where one may end, at or behind a place in the file."""
+        """The starts, stops and sizes of parts; ``bound`` finds where one may end, at or behind a place in the file."""
         size = self.path.stat().st_size
         if self.packed:
             yield 0, sys.maxsize, size

@@ -1,4 +1,4 @@
-"""The Trainer of transformers, with memory carried across batches and checkpoints that any launch can go on from."""
+"""The Trainer of transformers, with memory carried across batches, and checkpoints that any launch can resume."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ from titans.models import TitansCache
 from titans.tasks import IGNORED
 from titans.training.config import TrainConfig
 from titans.training.data import collate
+from titans.words import sentence
 
 OPTIMIZER, SCHEDULER, WEIGHTS = "optimizer.pt", "scheduler.pt", "model.safetensors"
 SAVING = ".saving"  # where a checkpoint stands until it is complete
@@ -49,11 +50,11 @@ class MemoryTrainer(Trainer):
     process, several, and sharded ones read each other's.
 
     Args:
-        config: of the run.
-        model: what to train; sharded already if ``sharded``.
-        args: of the Trainer.
-        rows: what to train on.
-        validation: rows to validate on, in order; None: none.
+        config: the settings of the run.
+        model: the model to train, sharded already if ``sharded``.
+        args: the settings of the Trainer.
+        rows: the rows to train on.
+        validation: the rows to validate on, in order; None: there is no validation.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class MemoryTrainer(Trainer):
 
     @contextlib.contextmanager
     def _writing_costs(self) -> Iterator[None]:
-        """While the context is open, every write of a memory has its price; as long as anything may be recomputed."""
+        """While open, every write of a memory has its price, also where checkpointing computes it again."""
         if not self.config.write_cost:
             yield
             return
@@ -144,7 +145,7 @@ class MemoryTrainer(Trainer):
     def _read(
         self, model: nn.Module, inputs: Any, cache: TitansCache | None
     ) -> tuple[list[tuple[Tensor, Tensor]], TitansCache | None]:
-        """Logits and labels of every piece of the rows, and the memory after them; None: nothing is carried."""
+        """The logits and labels of every piece of the rows, and the memory after them; None if nothing is carried."""
         restart: Tensor | None = inputs.get("restart")
         if restart is None:
             return [(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"])], None
@@ -231,7 +232,7 @@ class MemoryTrainer(Trainer):
         return float(sums[0]), float(sums[1]), float(sums[2])
 
     def _validation_batches(self) -> Iterator[dict[str, Tensor]]:
-        """This process's share: as many batches as every other's, the missing rows empty."""
+        """This process's share: as many batches as every other process has, filled up with empty rows."""
         rows = self.validation
         assert rows is not None
         config, size = self.config, self.args.per_device_train_batch_size
@@ -252,7 +253,7 @@ class MemoryTrainer(Trainer):
         return str(folder / SAVING if self._saving else folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Writes everything to a folder of another name, which is then renamed."""
+        """Writes everything to a folder of another name, which is renamed once it is complete."""
         name = f"checkpoint-{self.state.global_step}"
         output = Path(self.args.output_dir)
         temporary, target = output / SAVING / name, output / name
@@ -324,7 +325,7 @@ class MemoryTrainer(Trainer):
         return getattr(optimizer, "optimizer", optimizer)
 
     def _first_lane(self, micro: int) -> int:
-        """The lanes of this process's accumulation step ``micro`` follow from here."""
+        """The first of the lanes of this process in accumulation step ``micro``."""
         return (micro * self.args.world_size + self.args.process_index) * self.args.per_device_train_batch_size
 
     def _save_lanes(self, folder: Path) -> None:
@@ -352,7 +353,7 @@ class MemoryTrainer(Trainer):
 
 
 class _Clock:
-    """Tokens per second since the last look, without the time of validations and checkpoints."""
+    """Tokens per second since the last lap, without the time of validations and checkpoints."""
 
     def __init__(self) -> None:
         self.tokens, self.start = 0, time.perf_counter()
@@ -396,5 +397,6 @@ def writing(what: str, folder: Path) -> Iterator[None]:
         words = ("write", "writing", "PytorchStreamWriter", "No space", "I/O", "too large")
         if isinstance(error, RuntimeError) and not any(word in str(error) for word in words):
             raise
-        reason = " ".join(str(error).split())
-        raise OSError(f"{what} could not be written to {folder}: {reason}; what was there before stays") from error
+        raise OSError(
+            f"{what} could not be written to {folder}: {sentence(error)}; what was there before stays"
+        ) from error
