@@ -29,6 +29,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 SHELLS = ("bash", "sh", "console")
 REMARK = re.compile(r"<!-- (slow|not executed): \S[^>]*? -->\s*\Z")
 REST = re.compile(r"<!-- no shell block of this page is executed: \S[^>]*? -->")
+COMMAND = typer.main.get_command(app)
 INLINE = re.compile(r"(?<!`)`(titans [^`\n]+)`(?!`)")
 
 
@@ -86,7 +87,7 @@ def commands_of(page: Path) -> Iterator[tuple[int, list[str]]]:
 
 def check_command(words: list[str]) -> None:
     """Raises an error unless the command exists and knows all the options that it is given."""
-    command: Any = typer.main.get_command(app)
+    command: Any = COMMAND
     context = command.context_class(command, info_name="titans")
     while hasattr(command, "commands") and words and not words[0].startswith("-") and not words[0].isupper():
         _, command, words = command.resolve_command(context, words)

@@ -10,6 +10,7 @@ import torch
 
 from tests.docs.blocks import PAGES, ROOT, blocks_of, check_command, commands_of, run_shell
 from titans import TitansConfig, TitansForCausalLM
+from titans.experiments.catalogue import find_experiment
 
 NAMES = [str(page.relative_to(ROOT)) for page in PAGES]
 every_page = pytest.mark.parametrize("name", NAMES)
@@ -80,6 +81,14 @@ def test_commands_stand_in_blocks_that_are_checked(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
     outside = re.sub(r"^( *)```.*?^\1```", "", text, flags=re.MULTILINE | re.DOTALL)
     assert not re.findall(r"^ {4,}.*\btitans [a-z]+ .*$", outside, flags=re.MULTILINE)
+
+
+def test_the_recipe_in_the_guide_is_one(here: Path) -> None:
+    (recipe,) = re.findall(r"^```yaml\n(.*?)^```", (ROOT / "docs/evaluation.md").read_text("utf-8"), re.DOTALL | re.M)
+    (here / "my.yaml").write_text(recipe, encoding="utf-8")
+    experiment = find_experiment("my.yaml")
+    assert experiment.train["steps"] == 400
+    assert [model["window_size"] for model in experiment.models.values()] == [16, 64]
 
 
 def test_a_block_that_fails_is_found_and_a_remark_keeps_it_from_running(tmp_path: Path, here: Path) -> None:
