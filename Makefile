@@ -13,7 +13,7 @@ ARGS ?=
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench docs clean distclean
+.PHONY: help demo test lint bench docs dist clean distclean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3] [TORCH_ARGS="..."]'
@@ -37,8 +37,11 @@ bench: $(STAMPS)/bench ## measure the memory: speed and peak memory
 docs: $(STAMPS)/docs ## build the documentation as a site, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
 
+dist: $(STAMPS)/dev ## build the sdist and the wheel, in dist/
+	$(BIN)/python -m build --no-isolation $(ARGS)
+
 clean: ## remove caches and build products
-	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
 distclean: clean ## the same, and .venv
