@@ -98,7 +98,7 @@ def test_a_text_task_brings_its_tokenizer_along(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"data": "task:recal"}, "task is 'recal'; expected one of needle-noise, "),
+        ({"data": "task:recal"}, r"task is 'recal': did you mean recall\?"),
         ({"task": {"pears": 2}}, "pears is not a setting of recall"),
         ({"carry": 2, "batch_tokens": 64}, "data is drawn by a task: expected carry 0"),
         ({"steps": None, "epochs": 1.0}, "a task has no end: expected steps or tokens"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from titans.cli.common import Device, bar, require
+from titans.files import finite
 
 if TYPE_CHECKING:
     from titans.models.generation import Session
@@ -88,7 +89,7 @@ def generate(
     except ValueError as error:
         raise typer.BadParameter(f"{str(error).rstrip('.')}.") from error
     if as_json:
-        _write(json.dumps(report, ensure_ascii=False) + "\n")
+        _write(json.dumps(finite(report), ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def _read_prompt(prompt: str | None, file: Path | None) -> str | None:

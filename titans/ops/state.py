@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from titans.files import replacing
 
 FORMAT = "titans.MemoryState"
 VERSION = "1"
@@ -224,12 +225,8 @@ def write_tensors(path: str | os.PathLike[str], tensors: Mapping[str, Tensor], m
     if not target.parent.is_dir():
         raise FileNotFoundError(f"{target.parent} does not exist; expected a folder to write {target.name} into")
     owned = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
-    temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
-    try:
+    with replacing(target) as temporary:
         save_file(owned, temporary, metadata=metadata)
-        os.replace(temporary, target)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 def read_tensors(
