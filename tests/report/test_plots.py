@@ -142,3 +142,8 @@ def test_a_sequence_has_a_bar_per_token_a_colour_per_kind_and_its_parts_named(dr
     assert legend(axes) == ["key", "value", "filler"]
     assert [text.get_text() for text in axes.texts] == ["first\nfacts", "rest"]
     assert [list(line.get_xdata()) for line in axes.lines] == [[1.5, 1.5]]
+
+
+def test_the_name_of_an_axis_stays_beside_it(drawn: list[Axes]) -> None:
+    plot_heat(["1k", "2k"], ["0", "1"], [[0.5, 0.5]] * 2, "t", "x", "depth (share of the sequence)", "v", str)
+    assert drawn[0].yaxis.label.get_window_extent().y1 < drawn[0].figure.texts[0].get_window_extent().y0

@@ -324,7 +324,7 @@ def test_a_heat_map_has_depth_downwards_a_number_in_each_cell_and_a_scale_from_0
     axes = drawn[1]
     image = axes.images[0]
     assert (image.norm.vmin, image.norm.vmax) == (0, 1)
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", "depth (share of the sequence)")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("length (tokens)", "depth (share of the\nsequence)")
     texts = [text.get_text() for text in axes.texts]
     assert texts[:6] == ["80", "80", "80", "80", "0", "0"]  # depth 0, on top; where it diverged, nothing is right
     assert texts[12:16] == ["80", "78", "76", "74"]

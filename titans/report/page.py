@@ -114,7 +114,8 @@ def _environment() -> Environment:
         lstrip_blocks=True,
     )
     environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
-    environment.filters |= {"kinds": column_kinds, "turns": turns, "size": png_size, "base64": _base64}
+    environment.filters |= {"kinds": column_kinds, "turns": turns, "unbroken": unbroken}
+    environment.filters |= {"size": png_size, "base64": _base64}
     return environment
 
 
@@ -179,7 +180,12 @@ def turns(table: Table) -> bool:
 
 def _least_width(column: Sequence[str]) -> int:
     """Letters that a column takes if it is broken between words, its margins included."""
-    return 2 + min(LONG, max(len(word) for cell in column for word in cell.split(" ")))
+    return 2 + min(LONG, max(len(word) for cell in column for word in unbroken(cell).split(" ")))
+
+
+def unbroken(cell: str) -> str:
+    """The text of a cell in which an interval, as in "97.5 (84 to 100)", stays on one line."""
+    return re.sub(r"\([^()]* to [^()]*\)", lambda interval: interval[0].replace(" ", "\u00a0"), cell)
 
 
 def as_markdown(table: Table) -> str:

@@ -305,7 +305,9 @@ def _finish_axes(axes: Axes, title: str, x_label: str, y_label: str, handles: di
     lines = textwrap.wrap(title, 46, max_lines=3, placeholder=" …")
     axes.figure.suptitle("\n".join(lines), x=0.01, ha="left")
     axes.set_xlabel("\n".join(textwrap.wrap(x_label, 48)))
-    axes.set_ylabel("\n".join(textwrap.wrap(y_label, 30)))
+    height = axes.figure.bbox.height / axes.figure.dpi
+    room = height - _legend_height(list(handles), len(handles)) - 0.7  # inches beside the axes
+    axes.set_ylabel("\n".join(textwrap.wrap(y_label, max(12, int(10 * room)))))
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     if len(handles) > 1:
