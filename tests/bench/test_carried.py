@@ -35,13 +35,14 @@ def test_a_fact_returns_after_more_than_one_training_length() -> None:
 
 def test_both_ways_are_trained_and_what_is_finished_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carried, "answer_of", lambda worker, job, threads: worker(job))
+    monkeypatch.setattr(carried, "VALIDATION", 32)
     settings = CarriedBenchmarkSettings(**QUICK | {"steps": 2, "documents": 100})
     report = run_carried_benchmark(settings, out=tmp_path)
     assert [(row["memory"], row["seed"]) for row in report["rows"]] == [("carried", 0), ("not carried", 0)]
     assert all(0 <= row[kind] <= 1 for row in report["rows"] for kind in ("returning", "repeated"))
-    shown = sections(report)[0].tables[0]
-    assert [row[0] for row in shown.rows] == ["carried, seed 0", "not carried, seed 0"]
-    assert figures(report)[0].png.startswith(b"\x89PNG")
+    shown = sections(report)[0]
+    assert [row[0] for row in shown.tables[0].rows] == ["carried, seed 0", "not carried, seed 0"]
+    assert figures(report)[shown.title][0].png.startswith(b"\x89PNG")
     models = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/model.safetensors")}
     assert run_carried_benchmark(settings, out=tmp_path)["rows"] == report["rows"]
     assert {path: path.stat().st_mtime_ns for path in models} == models and len(models) == 2

@@ -29,7 +29,7 @@ def test_both_loops_are_timed_in_every_round() -> None:
     shown = sections(report)[0]
     assert [row[0] for row in shown.tables[0].rows] == ["1", "2"]
     assert f"{report['median']:.1%}" in shown.paragraphs[0]
-    assert figures(report)[0].png.startswith(b"\x89PNG")
+    assert figures(report)[shown.title][0].png.startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

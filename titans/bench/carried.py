@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import random
 import statistics
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from titans.files import RUN
 from titans.models import TitansForCausalLM
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.tasks.prepared import TokenStore, load_prepared
+from titans.tasks.prepared import DESCRIPTION, TokenStore, load_prepared
 from titans.training.config import TrainConfig
 from titans.training.prepare import prepare
 from titans.training.run import train
@@ -35,6 +36,7 @@ from titans.words import require_whole
 KEYS, VALUES = "abcdefgh", "ABCDEFGHIJKLMNOP"
 PAIRS, ROUNDS = len(KEYS) // 2, 2
 LENGTH, PIECES, ROWS = 2 * PAIRS * ROUNDS, 3, 32
+VALIDATION = 512  # documents
 WAYS = {"carried": PIECES, "not carried": 0}  # how memory goes from sequence to sequence: TrainConfig.carry
 MODEL = {
     "name": "lmm", "hidden_size": 64, "num_hidden_layers": 2, "memory_heads": 1, "num_persistent_tokens": 0,
@@ -76,14 +78,15 @@ def document(draw: random.Random) -> str:
 def make_data(folder: Path, documents: int) -> Path:
     """A prepared set, made if it is not there yet; its validation documents differ from its training documents."""
     data = folder / f"data-{documents}"
-    if data.is_dir():
+    if (data / DESCRIPTION).is_file():
         return data
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, seed, count in (("train", 0, documents), ("validation", 1, 512)):
-        draw = random.Random(seed)
-        lines = [json.dumps({"text": document(draw)}) for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")
-    prepare([str(folder / "train.jsonl")], data, validation=[str(folder / "validation.jsonl")])
+    with tempfile.TemporaryDirectory() as texts:
+        files = {name: f"{texts}/{name}.jsonl" for name in ("train", "validation")}
+        for seed, (file, count) in enumerate(zip(files.values(), (documents, VALIDATION), strict=True)):
+            draw = random.Random(seed)
+            lines = [json.dumps({"text": document(draw)}) for _ in range(count)]
+            Path(file).write_text("\n".join(lines), encoding="utf-8")
+        prepare([files["train"]], data, validation=[files["validation"]], overwrite=data.is_dir())
     return data
 
 
@@ -159,14 +162,14 @@ def sections(report: dict[str, Any]) -> list[Section]:
     return [Section("Values predicted", [words], [Table(header, rows)]), about(report)]
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
-    """Mean and single seeds of both ways of training."""
+def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
+    """Mean and single seeds of both ways of training, by the title of the section."""
     kinds = {"returning facts": "returning", "repeated facts": "repeated"}
     bars = []
     for style, way in enumerate(WAYS):
         runs = [[row[kind] for kind in kinds.values()] for row in report["rows"] if row["memory"] == way]
         means = [statistics.fmean(values) for values in zip(*runs, strict=True)]
-        bars.append(Curve(f"memory {way}", means, runs=runs, style=style))
+        bars.append(Curve(f"memory {way}", means, runs=runs if len(runs) > 1 else (), style=style))
     title = "Values predicted in the last part of a document"
     png = plot_bars(list(kinds), bars, title, "", "values predicted (%)", percent=True, chance=report["chance"])
-    return [Figure("carried", png, title)]
+    return {"Values predicted": [Figure("carried", png, title)]}

@@ -479,12 +479,13 @@ def sections(report: dict[str, Any]) -> list[Section]:
     ]  # fmt: skip
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
-    """Operations by part of the model."""
+def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
+    """Operations by part of the model, by the title of the section."""
     kinds = ("forward", "backward", "recomputed")
     bars = [
         Curve(kind, [part[kind] / 1e6 for part in report["parts"].values()], style=index)
         for index, kind in enumerate(kinds)
     ]
     title = "Operations per token, by part of the model"
-    return [Figure("flops", plot_bars(list(report["parts"]), bars, title, "part", "MFLOP per token"), title)]
+    png = plot_bars(list(report["parts"]), bars, title, "part", "MFLOP per token")
+    return {"Operations": [Figure("flops", png, title)]}

@@ -32,11 +32,11 @@ from titans.bench.timing import (
     dense,
     in_fresh_process,
     mebibytes_text,
+    milliseconds_text,
     new_report,
     peak_growth,
     reference_memory_options,
     reference_version,
-    seconds_text,
     speed_figure,
     times_text,
     timing,
@@ -550,8 +550,8 @@ def sections(report: dict[str, Any]) -> list[Section]:
             [
                 name,
                 f"{length:,}",
-                seconds_text(result["best_seconds"]),
-                seconds_text(result["median_seconds"]),
+                milliseconds_text(result["best_seconds"]),
+                milliseconds_text(result["median_seconds"]),
                 f"{result['tokens_per_second']:,.0f}",
                 against(name, length, which, "speed"),
             ]
@@ -559,7 +559,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
             if (result := found.get((name, length, which))) is not None
         ]
 
-    header = ["contender", "tokens", "best", "median", "tokens/s", "faster"]
+    header = ["contender", "tokens", "best, ms", "median, ms", "tokens/s", "faster"]
     compared = f"Faster: than {REFERENCE} with chunk_size=1 (the rule of 'chunked') / than its coarse setting."
     made = [
         Section(
@@ -614,8 +614,8 @@ def _scaling_section(report: dict[str, Any], found: dict[Key, dict[str, Any]]) -
     return Section("At the longest length", [words], [dense(header, rows)])
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
-    """Tokens per second against length, one picture per pass."""
+def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
+    """Tokens per second against length, one picture per pass, by the title of the section they belong to."""
     made = []
     for which in PASSES:
         speeds = {
@@ -629,4 +629,4 @@ def figures(report: dict[str, Any]) -> list[Figure]:
         title = f"Speed of the neural memory, {which}"
         lengths = report["settings"]["lengths"]
         made.append(speed_figure(f"memory-{which.replace('+', '-')}", title, speeds, lengths, "tokens in the sequence"))
-    return made
+    return {"Speed": made}

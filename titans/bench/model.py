@@ -40,11 +40,11 @@ from titans.bench.timing import (
     in_fresh_process,
     limit_memory,
     mebibytes_text,
+    milliseconds_text,
     new_report,
     peak_growth,
     reference_memory_options,
     reference_version,
-    seconds_text,
     settled_bytes,
     speed_figure,
     times_text,
@@ -787,28 +787,29 @@ def sections(report: dict[str, Any]) -> list[Section]:
             row = [name, f"{length:,}", f"{speed:,.0f}" if speed >= 100 else f"{speed:.1f}"]
             if measure == DECODE:
                 tokens = report["settings"]["decode_tokens"]
-                row += [seconds_text(r["best_seconds"] / tokens), times_text(kept.get((name, length)))]
+                row += [milliseconds_text(r["best_seconds"] / tokens), times_text(kept.get((name, length)))]
             else:
-                row.append(seconds_text(r["median_seconds"]))
+                row.append(milliseconds_text(r["median_seconds"]))
             row += [times_text(ratios.get((name, other, measure, length))) for other in (BASELINE, REFERENCE_MAC)]
             rows.append([*row, mebibytes_text(r["peak_growth_bytes"])])
         if rows:
-            middle = ["per token", "kept"] if measure == DECODE else ["median"]
+            middle = ["ms/token", "kept"] if measure == DECODE else ["median, ms"]
             header = ["contender", "tokens", "tokens/s", *middle, "/Llama", "/t-p", "MiB"]
             title, caption = TITLES[measure]
-            words = [" ".join(_crossing_words(report))] if measure == TRAIN and report["crossings"] else []
+            words = _crossing_words(report) if measure == TRAIN else []
             made.append(Section(title, words, [dense(header, rows, caption)]))
     rows = [[c["name"], c["what"], c["rule"] or "", "; ".join(c["notes"])] for c in report["contenders"]]
     return [*made, _legend(report), about(report, dense(["contender", "what it is", "update rule", "notes"], rows))]
 
 
 def _crossing_words(report: dict[str, Any]) -> list[str]:
-    return [
-        f"{each['contender']} trains faster than {each['against']} {each['text']}."
-        if each["length"] is not None
-        else f"{each['contender']} does not train faster than {each['against']}: {each['text']}."
-        for each in report["crossings"]
-    ]
+    if not report["crossings"]:
+        return []
+    found: dict[str, list[str]] = {}
+    for each in report["crossings"]:
+        found.setdefault(each["text"], []).append(each["contender"])
+    texts = "; ".join(f"{', '.join(names)} {text}" for text, names in found.items())
+    return [f"Faster in training than {report['crossings'][0]['against']}: {texts}."]
 
 
 def _legend(report: dict[str, Any]) -> Section:
@@ -826,9 +827,9 @@ def _legend(report: dict[str, Any]) -> Section:
     return Section("Models", [words], [Table(["contender", "parameters", "layers", "tokens per step"], rows)])
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
-    """Tokens per second against length, one picture per measure."""
-    made = []
+def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
+    """Tokens per second against length, one picture per measure, by the title of the section it belongs to."""
+    made = {}
     for measure in MEASURES:
         runs = [r for r in report["results"] if r["measure"] == measure]
         if not runs:
@@ -838,5 +839,6 @@ def figures(report: dict[str, Any]) -> list[Figure]:
             speeds[r["contender"]][r["length"]] = r["tokens_per_second"]
         places = report["settings"]["decode_positions" if measure == DECODE else "lengths"]
         axis = "tokens before" if measure == DECODE else "tokens in the sequence"
-        made.append(speed_figure(f"model-{measure}", TITLES[measure][0], speeds, places, axis))
+        title = TITLES[measure][0]
+        made[title] = [speed_figure(f"model-{measure}", title, speeds, places, axis)]
     return made

@@ -32,7 +32,7 @@ from titans import MemoryState, NeuralMemory
 from titans.bench.timing import Progress, about, check_names, in_fresh_process, new_report, resident_bytes
 from titans.files import write_json
 from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_bars, plot_heat
+from titans.report.plots import Curve, plot_bars
 from titans.words import require_whole
 
 BOUNDS_CALL = 512  # tokens per call of `bounds`: the norms are looked at after each
@@ -60,6 +60,7 @@ RUNS = (
     *(f"{kind}-{mode}-{depth}" for kind in ("stream", "decode") for mode, depth in RULES),
     *(f"bounds-{setting}-{mode}-{depth}" for setting in SETTINGS for mode, depth in RULES),
 )
+FLOWS, BOUNDS = "Memory in use and speed", "Bounds, and learning afterwards"  # titles of sections
 QUICK: dict[str, Any] = {
     "tokens": 4096, "decode_tokens": 200, "call": 128,
     "only": ("stream-chunked-1", "decode-chunked-1", "bounds-default-exact-1"),
@@ -382,7 +383,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
              _verdict(r["growth"] < MAX_GROWTH and r["speed"] >= MIN_SPEED and r["finite"])]
             for r in flows
         ]  # fmt: skip
-        made.append(Section("Memory in use and speed", [words], [Table(header, rows)]))
+        made.append(Section(FLOWS, [words], [Table(header, rows)]))
     if bounds:
         words = (
             f"After each stream, {PROBES} fresh tokens are written until a tenth of a value is missing (or twice what "
@@ -400,7 +401,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
             )
             for r in bounds
         ]
-        made.append(Section("Bounds, and learning afterwards", [words], tables))
+        made.append(Section(BOUNDS, [words], tables))
     return [*made, about(report)]
 
 
@@ -441,29 +442,24 @@ def _counts(counts: list[int | None]) -> str:
     return ", ".join("never" if count is None else str(count) for count in counts)
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
-    """Growth of every run that is read at a constant cost, and the effort of learning after every stream."""
-    flows, bounds = _flows(report), _bounds(report)
-    made = []
-    if flows:
-        title = f"Growth of the process, at most {MAX_GROWTH:.0f} MB allowed"
-        bars = [Curve("growth", [r["growth"] for r in flows])]
-        png = plot_bars([r["run"] for r in flows], bars, title, "run", "MB")
-        made.append(Figure("stream-growth", png, title))
-    if bounds:
-        title = "Presentations to learn a fresh token after a stream, over those of a new memory"
-        values = [[_effort(s["needed"], r["new"]) for s in r["streams"].values()] for r in bounds]
-        png = plot_heat(
-            STREAMS, [r["run"].removeprefix("bounds-") for r in bounds], values, title, "stream", "memory",
-            "times a new memory's", lambda value: f"{value:.2g}", (1.0, float(MAX_EFFORT)),
-        )  # fmt: skip
-        made.append(Figure("stream-learning", png, title))
+def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
+    """Growth of the process, and the effort of learning after the streams, by the title of the section."""
+    made = {}
+    if flows := _flows(report):
+        title = f"Growth of the process ({MAX_GROWTH:.0f} MB are allowed)"
+        png = plot_bars([r["run"] for r in flows], [Curve("growth", [r["growth"] for r in flows])], title, "", "MB")
+        made[FLOWS] = [Figure("stream-growth", png, title)]
+    if bounds := _bounds(report):
+        title = "Presentations to learn a fresh token after the worst stream, over those of a new memory"
+        words = [r["run"].removeprefix("bounds-") for r in bounds]
+        png = plot_bars(words, [Curve("effort", list(map(_effort, bounds)))], title, "", "times as many")
+        made[BOUNDS] = [Figure("stream-learning", png, title)]
     return made
 
 
-def _effort(needed: list[int | None], standard: list[int | None]) -> float | None:
+def _effort(run: dict[str, Any]) -> float | None:
     """The largest ratio of presentations; None: a token was not learned."""
-    pairs = list(zip(needed, standard, strict=True))
+    pairs = [pair for s in run["streams"].values() for pair in zip(s["needed"], run["new"], strict=True)]
     if not pairs or any(own is None for own, _ in pairs):
         return None
-    return max((own or 0) / (base or PRESENTATIONS[-1]) for own, base in pairs)
+    return float(max(own / (base or PRESENTATIONS[-1]) for own, base in pairs))

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titans.bench.timing import Progress, about, new_report, seconds_text, work_folder
+from titans.bench.timing import Progress, about, new_report, work_folder
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
 from titans.text.encoder import CachedEncoder, TextEncoder
@@ -37,6 +37,7 @@ WARM_UP = 5  # questions before the first that is timed
 NEAREST = 10
 PART = 1000  # sentences that are written at a time
 USER = "reader"
+STORE, WRITTEN = "Search, deletion and size", "Records written per second"  # titles of sections
 WRITES = {"sentences": "with_encoding", "short texts": "short_with_encoding", "known vectors": "without_encoding"}
 QUICK: dict[str, Any] = {"records": 200, "queries": 10, "batch": 20}
 
@@ -223,6 +224,10 @@ def _measure_store(store: Path, known: TextEncoder, real: TextEncoder, questions
     return results
 
 
+def _time(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+
+
 def sections(report: dict[str, Any]) -> list[Section]:
     """All figures, as text and tables."""
     found = report["results"]
@@ -232,10 +237,10 @@ def sections(report: dict[str, Any]) -> list[Section]:
         ["encoding the question alone, median", f"{found['encode_p50_ms']:.1f} ms"],
         ["encoding the question alone, p95", f"{found['encode_p95_ms']:.1f} ms"],
         [f"of the exactly nearest {NEAREST}, found by the index", f"{found['index_recall']:.1%}"],
-        ["opening the store", seconds_text(found["open_seconds"])],
-        ["first search", seconds_text(found["first_search_seconds"])],
-        ["deleting the newest record", seconds_text(found["delete_newest_seconds"])],
-        ["deleting the oldest record", seconds_text(found["delete_oldest_seconds"])],
+        ["opening the store", _time(found["open_seconds"])],
+        ["first search", _time(found["first_search_seconds"])],
+        ["deleting the newest record", _time(found["delete_newest_seconds"])],
+        ["deleting the oldest record", _time(found["delete_oldest_seconds"])],
         ["records written per second, vectors known", f"{found['written_per_second']:,.0f}"],
         ["size on disk", f"{found['megabytes']:,.1f} MB"],
     ]
@@ -243,17 +248,16 @@ def sections(report: dict[str, Any]) -> list[Section]:
     for name, key in WRITES.items():
         one, batch = (found[f"writes_{how}_{key}"] for how in ("one_by_one", "batch"))
         writes.append([name, f"{one:,.0f}", f"{batch:,.0f}", f"{batch / one:.1f}x"])
-    count = report["settings"]["records"]
     header = ["texts", "one by one", "in a batch", "faster"]
     return [
-        Section(f"A store with {count:,} records", [], [Table(["", "measured"], rows)]),
-        Section("Records written per second", [], [Table(header, writes)]),
+        Section(STORE, [f"A store with {report['settings']['records']:,} records."], [Table(["", "measured"], rows)]),
+        Section(WRITTEN, [], [Table(header, writes)]),
         about(report),
     ]
 
 
-def figures(report: dict[str, Any]) -> list[Figure]:
-    """Writes per second, and the time of a search beside its encoding."""
+def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
+    """The time of a search beside its encoding, and writes per second, by the title of the section."""
     found = report["results"]
     ways = {"one by one": "one_by_one", "in a batch": "batch"}
     writes = [
@@ -264,8 +268,9 @@ def figures(report: dict[str, Any]) -> list[Figure]:
         Curve(name, [found[f"{key}_{share}_ms"] for share in ("p50", "p95")], style=style)
         for style, (name, key) in enumerate({"search with its encoding": "search", "encoding alone": "encode"}.items())
     ]
-    titles = ("Time of a search", "Records written per second")
-    return [
-        Figure("text-search", plot_bars(["median", "p95"], times, titles[0], "", "milliseconds"), titles[0]),
-        Figure("text-writes", plot_bars(list(WRITES), writes, titles[1], "texts", "records per second"), titles[1]),
-    ]
+    search = plot_bars(["median", "p95"], times, "Time of a search", "", "milliseconds")
+    written = plot_bars(list(WRITES), writes, WRITTEN, "texts", "records per second")
+    return {
+        STORE: [Figure("text-search", search, "Time of a search")],
+        WRITTEN: [Figure("text-writes", written, WRITTEN)],
+    }

@@ -362,6 +362,6 @@ def mebibytes_text(count: int | None) -> str:
     return f"{count / 2**20:.1f}" if count < 100 * 2**20 else f"{count / 2**20:.0f}"
 
 
-def seconds_text(seconds: float) -> str:
-    """Seconds or milliseconds, with the unit."""
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
+def milliseconds_text(seconds: float) -> str:
+    """Seconds as ms, without the unit."""
+    return f"{1e3 * seconds:,.0f}" if seconds >= 1 else f"{1e3 * seconds:.1f}"

@@ -58,12 +58,13 @@ def _run(
     settings: Callable[..., Any],
     run: Run,
     sections: Callable[[dict[str, Any]], list[Section]],
-    figures: Callable[[dict[str, Any]], list[Figure]],
+    figures: Callable[[dict[str, Any]], dict[str, list[Figure]]],
     quick: dict[str, Any],
 ) -> None:
     """Run a benchmark whose settings are the options of its command; prints the report, and writes it to --out.
 
     Args:
+        figures: gives the pictures of each section, by its title.
         quick: settings that --quick puts in the place of those that were not given.
     """
     from rich.console import Console
@@ -89,7 +90,8 @@ def _run(
                 report = {"command": command, **run(chosen, move, out)}
             parts = sections(report)
             if out is not None:
-                write_outcome(report, title, [replace(parts[0], figures=figures(report)), *parts[1:]], out)
+                drawn = figures(report)
+                write_outcome(report, title, [replace(part, figures=drawn.get(part.title, ())) for part in parts], out)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console()
@@ -203,7 +205,7 @@ def stream(
 
     _require_resident_memory()
     _run(
-        context, "A million tokens, and learning afterwards", bench.StreamBenchmarkSettings,
+        context, "Long streams, and learning afterwards", bench.StreamBenchmarkSettings,
         bench.run_stream_benchmark, bench.sections, bench.figures, bench.QUICK,
     )  # fmt: skip
 
