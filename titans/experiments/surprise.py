@@ -25,11 +25,7 @@ TRIPLES = 200
 KNOWN = (0, 1, 5, 20, 100)  # other facts that the memory is told first
 SEEDS = (0, 1, 2)  # of those facts
 WHEN = ("before", "after", "another")
-ABOUT = {
-    "after": "told the text",
-    "before": "not told",
-    "another": "told another triple's text",
-}
+ABOUT = {"after": "told the text", "before": "not told", "another": "told another triple's text"}
 
 
 class Triple(NamedTuple):
@@ -136,7 +132,8 @@ def surprise_section(report: Row) -> Section:
         f"{report['settings']['triples']} triples: a text about a person, a paraphrase of it, and a text that "
         "contradicts it. An untrained memory is told some facts about other people, then the text. Shown is the share "
         "of triples whose contradiction is more surprising than the paraphrase; as a control also for a memory that "
-        "is not told the text, and for one that is told the text of another triple instead."
+        "is not told the text, and for one that is told the text of another triple instead. (An empty memory finds all "
+        "texts equally surprising, so without other facts the share of «not told» is nothing but rounding.)"
     )
     rows = report["summary"]
     lines = [[f"{row['known']}", *(with_interval(row[name], ".1%") for name in ("repeated", *ABOUT))] for row in rows]
