@@ -154,7 +154,7 @@ def test_a_seed_or_a_model_that_is_given_twice_is_refused() -> None:
         replace(EXPERIMENT, seeds=(1, 0, 1))
     with pytest.raises(ValueError, match=r"^models has 'MAC' more than once; expected each once$"):
         EXPERIMENT.only(["MAC", "MAC"])
-    with pytest.raises(ValueError, match=r"^models has 'MOC'; expected some of MAC, window$"):
+    with pytest.raises(ValueError, match=r"^models has 'MOC': did you mean MAC\?$"):
         EXPERIMENT.only(["MOC"])
 
 

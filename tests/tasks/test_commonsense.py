@@ -95,7 +95,7 @@ def test_six_lines_are_a_row_of_hellaswag(tmp_path: Path) -> None:
     path.write_text("Roofing: he\n3\na\nb\nc\nd\n", encoding="utf-8")
     assert read_local("hellaswag", path) == [{"query": "Roofing: he", "choices": ["a", "b", "c", "d"], "label": "3"}]
     path.write_text("Roofing: he\n3\na\nb\nc\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="has 5 lines; expected six a row"):
+    with pytest.raises(ValueError, match="has 5 lines; expected six per row"):
         read_local("hellaswag", path)
 
 

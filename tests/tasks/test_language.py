@@ -127,7 +127,7 @@ def test_there_is_nothing_to_train_on(data: str) -> None:
         ([{"text": "one"}], "has less than two words in row 1"),
         ([{"text": ""}], "has less than two words in row 1"),
         ([{"context": "a b", "continuation": " "}], "has less than two words in row 1"),
-        ([], "is empty; expected one object a line"),
+        ([], "is empty; expected one object per line"),
     ],
 )
 def test_a_file_of_something_else_is_refused(tmp_path: Path, rows: list[dict[str, str]], message: str) -> None:

@@ -183,7 +183,7 @@ def test_training_has_as_many_needles_as_fit_and_a_test_exactly_those_asked_for(
 
 def test_needles_that_cannot_all_differ_are_refused() -> None:
     task = NeedleNoise(needles=64, digits=2)
-    with pytest.raises(ValueError, match=r"^needles is 64; expected fewer: test has not so many different numbers$"):
+    with pytest.raises(ValueError, match=r"^needles is 64; expected fewer, as test lacks that many different numbers$"):
         task.draw(random.Random(0), {"length": 99999, "depth": 0.5}, "test", BYTES)
 
 

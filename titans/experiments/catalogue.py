@@ -52,7 +52,7 @@ def _from_file(path: Path, name: str, settings: dict[str, Any]) -> TaskExperimen
     try:
         return make_experiment(hook(recipe, settings) if hook else recipe, name, settings)
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(str(error) if path in shipped_recipes().values() else f"{path}: {error}") from None
 
 
 def make_experiment(recipe: Recipe, name: str, settings: Mapping[str, Any]) -> TaskExperiment:

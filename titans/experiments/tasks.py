@@ -71,7 +71,7 @@ class TaskExperiment:
         require_each_once(models=labels)
         for label in labels:
             if label not in self.models:
-                raise ValueError(f"models has {label!r}; expected some of {', '.join(self.models)}")
+                raise ValueError(f"models has {label!r}: {nearest(label, self.models)}")
         return replace(self, models={label: self.models[label] for label in labels}) if labels else self
 
     def quick(self) -> TaskExperiment:

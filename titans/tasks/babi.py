@@ -1,4 +1,4 @@
-"""bAbI: short stories of people who go about and carry things, and questions about them."""
+"""bAbI: short stories about people who move around and carry things, and questions about them."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ MOVES = ("went to", "went back to", "moved to", "journeyed to", "travelled to")
 TAKES = ("got", "took", "grabbed", "picked up")
 DROPS = ("left", "dropped", "discarded", "put down")
 ANSWERS = dict.fromkeys(("qa1", "qa2", "qa3", "qa4"), PLACES) | {"qa5": ("Bill", "Fred", "Jeff", "Mary", *THINGS)}
-HELD_OUT = 10  # one in so many training stories is kept for validation
-TRIES = 1000  # stories that are drawn to find one that fits
+HELD_OUT = 10  # one in this many training stories is kept for validation
+TRIES = 1000  # how many stories to draw until one fits
 
 
 class Story(NamedTuple):
@@ -42,11 +42,11 @@ class Story(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Stories of a task whose questions are answered by rules here.
+    """Stories of a task whose questions our own rules can answer.
 
     Attributes:
-        fewest, most: facts of a story of our own, which has more only if nothing was taken before.
-        asked: who or what a question may be about.
+        fewest, most: how many facts our own stories have; they go on past ``most`` until something was taken.
+        asked: whom or what a question may be about.
         question: with a gap for that.
     """
 
@@ -65,7 +65,7 @@ class StoryTask(Task):
 
     Attributes:
         data: a folder with bAbI files such as qa1_single-supporting-fact_train.txt; None: stories of our own, which
-            there are for qa1 and qa2.
+            exist for qa1 and qa2.
         task: qa1 to qa5.
     """
 
@@ -84,7 +84,7 @@ class StoryTask(Task):
 
     @property
     def chance(self) -> float:
-        """One of the words that the question leaves open: the place or the person that it names is not the answer."""
+        """A guess among the words that the question leaves open; the place or person it names is not the answer."""
         return {"qa1": 1 / 6, "qa2": 1 / 6, "qa3": 1 / 5, "qa4": 1 / 5, "qa5": 1 / 3}[self.task]
 
     def story(self, rng: random.Random, split: str) -> Story:
@@ -97,20 +97,20 @@ class StoryTask(Task):
                 return story
 
     def belongs(self, story: Story, split: str) -> bool:
-        """Whether a question about facts may be asked in a split: those of the test are asked in no other.
+        """Whether a split may ask a question about facts: what the test asks, no other split does.
 
-        Train and validation may share the question of a story of a file that begins alike.
+        Train and validation may share a question if two stories of a file begin alike.
         """
         if self.data is None:
             return split_of(" ".join([*story.facts, story.question])) == split
         return split == "test" or story not in _tested(self.data, self.task)
 
     def understands(self, story: Story) -> bool:
-        """Whether our rules answer a story's own question; not, if its file has other words than bAbI's."""
+        """Whether our rules answer a story's own question; they do not if its file uses other words than bAbI."""
         return story in answered(story.facts, self.task)
 
     def answered(self, facts: Sequence[str], split: str) -> list[Story]:
-        """All that our rules answer about facts, and that may be asked in a split."""
+        """All questions that our rules can answer from the facts and that a split may ask."""
         return [story for story in answered(facts, self.task) if self.belongs(story, split)]
 
 
@@ -119,9 +119,9 @@ class Babi(StoryTask):
     """A story and a question at its end; in training, one after every fact.
 
     Attributes:
-        facts: of the stories of a test; none given: five numbers that stories of the task have.
-        longest: in training, the longest sequences that it draws; where longer ones are wanted it leaves them to the
-            tasks beside it. None: of any length.
+        facts: how many facts the stories of a test have; empty: five numbers that occur in stories of the task.
+        longest: the longest training sequences that it draws; longer ones are left to the tasks beside it. None: of
+            any length.
     """
 
     name: ClassVar[str] = "babi"
@@ -142,7 +142,7 @@ class Babi(StoryTask):
             raise ValueError(f"facts is {unknown[0]}; expected a number that stories of {self.task} have")
 
     def _numbers(self) -> set[int]:
-        """How many facts the stories of a test have."""
+        """The numbers of facts that occur in stories of a test."""
         if self.data is None:
             kind = KINDS[self.task]
             return set(range(kind.fewest, kind.most + 1))
@@ -150,7 +150,7 @@ class Babi(StoryTask):
         return {len(story.facts) for story in _stories(self.data, self.task, split)}
 
     def groups(self) -> list[dict[str, Any]]:
-        """Each number of facts."""
+        """One per number of facts."""
         return [{"facts": facts} for facts in self.facts]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
@@ -169,7 +169,7 @@ class Babi(StoryTask):
         raise WrongLengthError(f"length is {group['length']}; expected room for a fact of {self.task} and a question")
 
     def _story_of(self, rng: random.Random, split: str, facts: int) -> Story:
-        """A story of a split with so many facts."""
+        """A story of a split with that many facts."""
         if self.data is None and facts in self._numbers():
             while len((story := self.story(rng, split)).facts) != facts:
                 pass
@@ -213,16 +213,16 @@ def ask_for(story: Story) -> str:
 
 
 def tell(rng: random.Random, task: str) -> Story:
-    """A story of our own in the manner of bAbI: qa1 asks for a person, qa2 for a thing that somebody has taken."""
+    """A story of our own in the manner of bAbI: qa1 asks about a person, qa2 about a thing that somebody has taken."""
     kind = KINDS[task]
     number = rng.randint(kind.fewest, kind.most)
-    where: dict[str, str] = {}  # persons, and things that somebody has taken: those alone are asked for
+    where: dict[str, str] = {}  # people, and things that somebody has taken: only those are asked about
     holder: dict[str, str] = {}
     facts: list[str] = []
     while len(facts) < number or (task == "qa2" and not any(thing in where for thing in THINGS)):
         person = rng.choice(PERSONS)
         here = where.get(person)
-        # Where a thing was at first is not said, so that the first to take it may find it anywhere.
+        # Where a thing was at first is not said, so the first to take it may find it anywhere.
         within = [thing for thing in THINGS if thing not in holder and where.get(thing, here) == here]
         held = [thing for thing in THINGS if holder.get(thing) == person]
         if task == "qa1" or here is None or rng.random() < 0.5 or not (within or held):
@@ -244,7 +244,7 @@ def tell(rng: random.Random, task: str) -> Story:
 def answered(facts: Sequence[str], task: str) -> list[Story]:
     """Every question of qa1 or qa2 that the facts answer, with its answer; none for another task.
 
-    Persons go where they are said to go, what they have taken and not yet dropped goes with them.
+    People go where they are said to go, and what they have taken and not yet dropped goes with them.
     """
     if task not in KINDS:
         return []
@@ -265,7 +265,7 @@ def answered(facts: Sequence[str], task: str) -> list[Story]:
 
 
 def read_stories(file: Path) -> list[list[Story]]:
-    """The stories of a bAbI file, each as often as it has questions: with the facts before each of them."""
+    """The stories of a bAbI file: for each story, one entry per question, with the facts before it."""
     stories: list[list[Story]] = []
     for row, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         if not line.strip():
@@ -287,7 +287,7 @@ def read_stories(file: Path) -> list[list[Story]]:
 
 
 def _spread(numbers: Sequence[int], many: int = 5) -> list[int]:
-    """So many of some numbers, from the first to the last."""
+    """That many of the numbers, evenly spread from the first to the last."""
     return sorted({numbers[round(i * (len(numbers) - 1) / (many - 1))] for i in range(many)})
 
 
@@ -297,15 +297,15 @@ def _files(data: str, task: str, ending: str) -> list[Path]:
 
 @cache
 def _tested(data: str, task: str) -> frozenset[Story]:
-    """The questions of the test; none without its file."""
+    """The questions of the test; empty if its file is missing."""
     return frozenset(_stories(data, task, "test") if _files(data, task, "test") else ())
 
 
 @cache
 def _stories(data: str, task: str, split: str) -> list[Story]:
-    """The questions of a split; validation has the last of the training stories, and what the test has too is no one's.
+    """The questions of a split; validation has the last of the training stories.
 
-    A few stories stand in both files of a task.
+    A few stories are in both files of a task: only the test asks their questions.
     """
     ending = "test" if split == "test" else "train"
     files = _files(data, task, ending)

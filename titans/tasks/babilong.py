@@ -53,16 +53,16 @@ EXAMPLES = {
 class Babilong(StoryTask):
     """Facts in a long text.
 
-    The text is as long as makes the sequence exactly its length, so its last sentence may be cut. Stories whose facts
-    alone are longer than that are passed over.
+    The background fills the sequence to exactly its length, so its last sentence may be cut. Stories whose facts alone
+    are too long are skipped.
 
     Attributes:
         background: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
             for train, one for validation and the last for test; None: a short text of our own, repeated, for all.
         lengths: of the sequences, in tokens.
-        examples: how many short ones stand in the instruction.
-        questions: in training, up to so many are asked of a text one after the other; those after the first follow from
-            its facts, as can be told for qa1 and qa2.
+        examples: how many short examples the instruction has.
+        questions: how many questions a training text asks, at most; those after the first follow from its facts, which
+            our rules can tell for qa1 and qa2.
     """
 
     name: ClassVar[str] = "babilong"
@@ -86,7 +86,7 @@ class Babilong(StoryTask):
             raise ValueError(f"questions is {self.questions}; expected 1 to {most} for {self.task}")
 
     def groups(self) -> list[dict[str, Any]]:
-        """Each length."""
+        """One per length."""
         return [{"length": length} for length in self.lengths]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Babilong(StoryTask):
         return f"{INSTRUCTIONS[self.task]}\n{examples}<context>\n"
 
     def _others(self, rng: random.Random, story: Story, split: str, many: int) -> list[Story]:
-        """Up to so many other questions that the facts of a story answer."""
+        """Up to that many other questions that the facts of a story answer."""
         if not many or not self.understands(story):
             return []
         others = [other for other in self.answered(story.facts, split) if other.question != story.question]

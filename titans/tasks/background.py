@@ -1,4 +1,4 @@
-"""Text that facts are hidden in, of files or our own: cut into sentences, and tokenised once for each tokenizer."""
+"""Text to hide facts in, from files or our own: cut into sentences, and tokenised once per tokenizer."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from numpy.typing import NDArray
 
 from titans.models.text import opening, read_text
 
-LEAD = "."  # what stands before a piece while it is encoded: what ends most sentences
-KEPT = 1 << 13  # pieces whose tokens are kept
-TRIES = 1000  # draws for a split
+LEAD = "."  # put before a piece while it is encoded, as most sentences end with it
+KEPT = 1 << 13  # how many pieces keep their tokens
+TRIES = 1000  # how often to draw for a split
 WHOLE = (0.0, 1.0)
 PARTS = {"train": (0.0, 0.8), "validation": (0.8, 0.9), "test": (0.9, 1.0)}
 _END = re.compile(
-    r"([.!?](?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)"  # titles and initials end nothing
+    r"([.!?](?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)"  # not after titles and initials
     r"[\"')\]”’]?) "
 )
 _CODE = re.compile(r"[\d-]")
@@ -62,7 +62,7 @@ class Sentences:
     Attributes:
         tokens: of the whole text, (tokens,).
         starts: the place of each sentence's first token, (sentences,).
-        codes: its words with digits or hyphens, which something drawn at random could be one of.
+        codes: its words with digits or hyphens, any of which might be drawn as a value by chance.
     """
 
     tokens: NDArray[np.int32]
@@ -71,7 +71,7 @@ class Sentences:
 
     @classmethod
     def join(cls, sentences: Sequence[Sequence[int] | NDArray[np.int32]], codes: str = "") -> Sentences:
-        """One text of the tokens of its sentences."""
+        """One text from the tokens of its sentences."""
         ends = np.cumsum([0, *map(len, sentences)])
         tokens = np.concatenate([np.asarray(sentence, np.int32) for sentence in sentences])
         return cls(tokens, ends[:-1], codes)
@@ -85,11 +85,11 @@ class Sentences:
     def take(
         self, rng: random.Random, size: int, repeat: bool, name: str
     ) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        """A passage that begins with a sentence drawn at random and ends after ``size`` tokens, within one if need be.
+        """A passage that begins at a random sentence and ends after ``size`` tokens, in mid-sentence if need be.
 
         Args:
-            repeat: begin again at the end of the text; if not, there is a ``ValueError`` for a text that is too short.
-            name: of the text in that sentence.
+            repeat: start over at the end of the text; if not, a text that is too short raises a ``ValueError``.
+            name: what that error calls the text.
 
         Returns:
             the tokens, (size,), and the places between their sentences, the first of all 0 and the last ``size``.
@@ -109,14 +109,14 @@ class Sentences:
 
 
 class Writer:
-    """Text to tokens as they are in the middle of a longer text, for one tokenizer; what comes again is kept.
+    """Turns text into tokens as they are in the middle of a longer text, for one tokenizer; keeps what comes again.
 
     Attributes:
         opening: the special tokens that stand before a text.
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        from titans.models.tokenizer import make_encoder  # takes seconds, and who has a tokenizer has waited already
+        from titans.models.tokenizer import make_encoder  # slow to import, but done by whoever has a tokenizer
 
         self.opening = opening(tokenizer)
         self._encode = make_encoder(tokenizer)
@@ -128,16 +128,16 @@ class Writer:
         return self.opening + self._keep("", text)
 
     def write(self, text: str) -> list[int]:
-        """The tokens of a piece of text that follows a sentence; not to be changed."""
+        """The tokens of a piece of text that follows a sentence; the list must not be changed."""
         return self._keep(LEAD, text)
 
     def ask(self, question: str, answer: str) -> tuple[list[int], list[int]]:
-        """The tokens of a question and of its answer, where possible as the tokenizer cuts the two together."""
+        """The tokens of a question and its answer, where possible as the tokenizer cuts the two together."""
         asked, both = self.write(question), self.write(question + answer)
         return asked, both[len(asked) :] if both[: len(asked)] == asked else self.write(answer)
 
     def read(self, path: str | None, part: tuple[float, float] = WHOLE) -> Sentences:
-        """The text of a file or of a folder's .txt files in the order of their names, or our own; read once.
+        """The text of a file, of a folder's .txt files in the order of their names, or our own; read once.
 
         Args:
             part: from which share of the text to which.
@@ -176,7 +176,7 @@ _WRITERS: WeakKeyDictionary[Any, Writer] = WeakKeyDictionary()
 
 
 def writer_for(tokenizer: Any) -> Writer:
-    """The writer of a tokenizer, the same one for as long as the tokenizer is there."""
+    """The writer of a tokenizer, the same one for as long as the tokenizer lives."""
     if tokenizer is None:
         raise ValueError("tokenizer is None; expected one, because the task is text")
     if tokenizer not in _WRITERS:
@@ -199,7 +199,7 @@ def split_sentences(text: str) -> list[str]:
 
 
 def draw_of_split(draw: Callable[[], str], split: str, barred: str = "") -> str | None:
-    """What ``draw`` gives first that belongs to a split and is no part of ``barred``; None if nothing seems to."""
+    """The first draw that belongs to a split and does not occur in ``barred``; None if there seems to be none."""
     for _ in range(TRIES):
         drawn = draw()
         if split_of(drawn) == split and drawn not in barred:
@@ -208,7 +208,7 @@ def draw_of_split(draw: Callable[[], str], split: str, barred: str = "") -> str 
 
 
 def split_of(text: str) -> str:
-    """The split that a text belongs to, always the same: a tenth each for test and validation, the others train."""
+    """The split of a text, always the same one: a tenth each for test and validation, the rest for train."""
     return {0: "test", 1: "validation"}.get(zlib.crc32(text.encode()) % 10, "train")
 
 

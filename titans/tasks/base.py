@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-IGNORED = -100  # a label that nothing is wanted at
+IGNORED = -100  # the label where nothing is asked
 SPLITS = ("train", "validation", "test")
-Group = Mapping[str, Any]  # what the sequences of a cell of a table have in common: {"length": 4096, "depth": 0.5}
+Group = Mapping[str, Any]  # what the sequences of one table cell share: {"length": 4096, "depth": 0.5}
 
 
 class WrongLengthError(ValueError):
-    """A task has no sequence of such a length."""
+    """A task has no sequence of that length."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Answer:
     """What should follow a part of a sequence.
 
     Attributes:
-        place: how many tokens are read before the first one of the answer is asked for.
-        wanted: the tokens of the answer; those before each one are read as they should be.
+        place: how many tokens are read before the answer is asked for.
+        wanted: the tokens of the answer; each is predicted after the right ones before it.
     """
 
     place: int
@@ -34,8 +34,8 @@ class Answer:
 class Example:
     """One sequence and what it asks.
 
-    A greedy model says exactly an answer if and only if each of its tokens is the likeliest after those before it, so
-    an answer is judged without generating.
+    A greedy model gives exactly this answer if and only if each of its tokens is the likeliest after those before it,
+    so an answer is judged without generating.
 
     Attributes:
         tokens: the sequence, answers included.
@@ -48,7 +48,7 @@ class Example:
     boundary: int = 0
 
     def labels(self) -> list[int]:
-        """The token wanted after each one of the sequence; ``IGNORED`` where nothing is asked."""
+        """The token wanted after each token of the sequence; ``IGNORED`` where nothing is asked."""
         labels = [IGNORED] * len(self.tokens)
         for answer in self.answers:
             labels[answer.place - 1 : answer.place - 1 + len(answer.wanted)] = answer.wanted
@@ -58,12 +58,12 @@ class Example:
 class Task(ABC):
     """Something a model is asked, as a frozen dataclass whose fields are the task's settings.
 
-    A task draws its sequences from a random source that it is given, so that split, seed and number decide each.
+    A task draws its sequences from a random source that it is given, so split, seed and number decide each one.
 
     Attributes:
         name: as the command line knows it.
-        title: for a person, a few words.
-        source: where it is defined: a paper, with what was changed.
+        title: a few words for people.
+        source: where it is defined, such as a paper, and what was changed.
         axes: the keys of its groups; the first is the x axis of a plot, two make a heat map.
     """
 
@@ -75,7 +75,7 @@ class Task(ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """How many tokens a task of plain tokens has; None: it is text, for any tokenizer."""
+        """How many tokens a task of plain tokens uses; None: it is text, for any tokenizer."""
         return None
 
     @property
@@ -89,18 +89,18 @@ class Task(ABC):
 
     @abstractmethod
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
-        """A sequence of a group; a ``ValueError`` says why there is none, a ``WrongLengthError`` of its length."""
+        """A sequence of a group; a ``ValueError`` says why there is none, a ``WrongLengthError`` blames its length."""
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """What a training sequence of at most ``length`` tokens is about."""
         return {"length": length}
 
     def count(self, group: Group) -> int | None:
-        """How many sequences of a group there are; None: as many as one asks for."""
+        """How many sequences a group has; None: as many as one asks for."""
         return None
 
     def take(self, number: int, group: Group, tokenizer: Any) -> Example:
-        """A sequence by its number, where there are so many and no more."""
+        """A sequence by its number, for groups with a fixed number of them."""
         raise NotImplementedError
 
     def more_figures(self, losses: Sequence[float]) -> dict[str, float]:
@@ -113,10 +113,10 @@ class Task(ABC):
 
 
 def example(task: Task, split: str, seed: int, number: int, group: Group | int, tokenizer: Any = None) -> Example:
-    """The sequence of a task that split, seed and number decide; no two splits share a stream.
+    """The sequence of a task for a split, seed and number; no two splits share a stream.
 
     Args:
-        group: of the sequence; a number: a training sequence of at most so many tokens.
+        group: of the sequence; a whole number n: a training sequence of at most n tokens.
     """
     if split not in SPLITS:
         raise ValueError(f"split is {split!r}; expected one of {', '.join(SPLITS)}")
@@ -128,7 +128,7 @@ def example(task: Task, split: str, seed: int, number: int, group: Group | int, 
 
 
 def append_question(tokens: list[int], question: Sequence[int], answer: Sequence[int]) -> Answer:
-    """Appends a question and what should follow it to a sequence; returns where that stands."""
+    """Appends a question and what should follow it to a sequence; returns what should follow, and where."""
     tokens += question
     asked = Answer(len(tokens), tuple(answer))
     tokens += answer
@@ -136,13 +136,13 @@ def append_question(tokens: list[int], question: Sequence[int], answer: Sequence
 
 
 def check_longest(longest: int | None) -> None:
-    """Raises a ``ValueError`` unless the longest sequence that a task draws is None or a whole number from 1 on."""
+    """Raises a ``ValueError`` unless ``longest`` is None or a whole number of at least 1."""
     if longest is not None and (not isinstance(longest, int) or isinstance(longest, bool) or longest < 1):
         raise ValueError(f"longest is {longest!r}; expected a whole number of at least 1, or none")
 
 
 def require_at_most(longest: int | None, length: int, name: str) -> None:
-    """Leaves a longer sequence than that to the tasks beside one: raises a ``WrongLengthError``."""
+    """Raises a ``WrongLengthError`` for a longer sequence, which is thereby left to the tasks beside this one."""
     if longest is not None and length > longest:
         raise WrongLengthError(f"length is {length}; expected at most {longest}, the longest of {name}")
 

@@ -1,4 +1,4 @@
-"""The common-sense tasks of the paper as local files, in the formats that they are found in."""
+"""The paper's common-sense tasks as local files, in the formats in which they are published."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from titans.tasks.language import read_passages, read_rows
 
-# what the name of a file or of its folder says, small letters and digits only
+# found in the name of a file or of its folder, in lower-case letters and digits only
 NAMES = {
     "lambada": "lambada_openai",
     "piqa": "piqa",
@@ -22,11 +22,11 @@ NAMES = {
     "siqa": "social_iqa",
     "boolq": "boolq",
 }
-TESTED = ("lambada_openai", "arc_easy", "arc_challenge")  # on the test set; the others, on the validation set
+TESTED = ("lambada_openai", "arc_easy", "arc_challenge")  # judged on the test set; the others, on the validation set
 SUFFIXES = (".jsonl", ".json", ".txt")
 CHOICES, SCHEMA = {"query", "choices", "gold"}, {"context_options", "continuation", "gold"}
 LETTERS = "ABCDEFGHIJ"
-ADAPTERS = re.compile(  # how LLM-Adapters puts a row of Social IQa into words
+ADAPTERS = re.compile(  # how LLM-Adapters words a row of Social IQa
     r"question: (?P<context>\S+) (?P<question>.+?)\s+Answer1: (?P<answerA>.*?)\s+Answer2: (?P<answerB>.*?)"
     r"\s+Answer3: (?P<answerC>.*?)\s+Answer format",
     re.DOTALL,
@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def find_files(folder: Path) -> dict[str, Path]:
-    """The file of each task in a folder and those inside it."""
+    """The file of each task in a folder and its subfolders."""
     found: dict[str, list[Path]] = {}
     others: dict[str, list[Path]] = {}
     for path in sorted(path for path in folder.rglob("*") if path.suffix in SUFFIXES and path.is_file()):
@@ -51,7 +51,7 @@ def find_files(folder: Path) -> dict[str, Path]:
 
 
 def _fields(path: Path) -> set[str]:
-    """Of the first row; none if it has no fields."""
+    """The fields of the first row; empty if it has none."""
     with path.open("rb") as source:
         try:
             row = json.loads(source.readline())
@@ -61,7 +61,7 @@ def _fields(path: Path) -> set[str]:
 
 
 def _one(name: str, paths: Sequence[Path]) -> Path:
-    """The set that lm-eval judges, of several."""
+    """Of several sets, the one that lm-eval judges."""
     words = ("test",) if name in TESTED else ("val", "dev")
     chosen = [path for path in paths if any(word in path.name.lower() for word in words)] or [
         path for path in paths if "train" not in path.name.lower()
@@ -90,7 +90,7 @@ def read_local(task: str, path: Path) -> list[Row]:
 
 
 def read_file(path: Path) -> list[Row]:
-    """The rows of a file; labels that stand in a file of their own are put to them."""
+    """The rows of a file, with their labels if these are in a file of their own."""
     if path.suffix == ".txt":
         return _six_lines(path)
     rows = read_rows(path)
@@ -109,7 +109,7 @@ def _six_lines(path: Path) -> list[Row]:
     """HellaSwag as text: for each row the query, the number of the right ending, and four endings."""
     lines = path.read_text(encoding="utf-8").splitlines()
     if len(lines) % 6 or not all(label in ("0", "1", "2", "3") for label in lines[1::6]):
-        raise ValueError(f"{path} has {len(lines)} lines; expected six a row: query, label from 0 to 3, four endings")
+        raise ValueError(f"{path} has {len(lines)} lines; expected six per row: query, label from 0 to 3, four endings")
     return [
         {"query": lines[i], "choices": lines[i + 2 : i + 6], "gold": int(lines[i + 1])} for i in range(0, len(lines), 6)
     ]

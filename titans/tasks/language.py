@@ -1,4 +1,4 @@
-"""Text that people wrote, with something at its end that a reader of all of it knows."""
+"""Text that people wrote, whose end can be predicted by a reader of all of it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from titans.tasks.base import Answer, Example, Group, Task
 
 @dataclass(frozen=True)
 class Lambada(Task):
-    """The last word of a passage, which cannot be told from its last sentence alone.
+    """The last word of a passage, which its last sentence alone does not give away.
 
     Attributes:
         data: a JSONL file, each line with ``context`` and ``continuation``, or a ``text`` whose last word is asked for.
-        limit: use only so many of its first lines; None: all.
+        limit: how many of its first lines to use; None: all.
     """
 
     name: ClassVar[str] = "lambada"
@@ -48,7 +48,7 @@ class Lambada(Task):
         return [{"set": self.name}]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """There is none."""
+        """Raises an error, as there is none."""
         raise ValueError("lambada has no sequences to train on; expected another task")
 
     def count(self, group: Group) -> int:
@@ -80,7 +80,7 @@ class Lambada(Task):
 def join_tokens(tokenizer: Any, context: str, continuation: str) -> tuple[list[int], int]:
     """The tokens of two texts as those of one, and how many of them stand before the second.
 
-    White space at the end of the first counts to the second, and so does a token that reaches across. Where nothing is
+    White space at the end of the first belongs to the second, and so does a token that reaches across. Where nothing is
     left of the first, the token that begins or ends texts stands before the second.
     """
     start = opening(tokenizer)
@@ -100,7 +100,7 @@ def join_tokens(tokenizer: Any, context: str, continuation: str) -> tuple[list[i
 
 
 def read_passages(path: str) -> Sequence[tuple[str, str]]:
-    """Each passage of a file up to its last word, and that word with the space before it."""
+    """Each passage of a file up to its last word, and the word with the space before it."""
     place = Path(path).expanduser()
     return _passages(place, place.stat().st_mtime_ns)
 
@@ -124,7 +124,7 @@ def _passages(path: Path, changed: int) -> list[tuple[str, str]]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSONL file, or of a JSON file with a list; a ``ValueError`` says where it is something else."""
+    """The objects of a JSONL file, or of a JSON file with a list; a ``ValueError`` says where it has anything else."""
     with path.open("rb") as source:
         text = "".join(read_text(source, str(path)))
     lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
@@ -141,5 +141,5 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not isinstance(row, dict):
             raise ValueError(f"{path} has a {type(row).__name__} as row {number}; expected an object with fields")
     if not rows:
-        raise ValueError(f"{path} is empty; expected one object a line")
+        raise ValueError(f"{path} is empty; expected one object per line")
     return rows

@@ -1,4 +1,4 @@
-"""A needle in a haystack: one sentence with a value, somewhere in a long text, that a question at the end asks for."""
+"""A needle in a haystack: a sentence with a value, somewhere in a long text, and a question for it at the end."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ NEEDLE = "One of the special magic {kind}s for {key} is: {value}."
 STATEMENT = " The special magic {kind} for {key} mentioned in the provided text is"
 QUESTION = "\nWhat is the special magic {kind} for {key} mentioned in the provided text?" + STATEMENT
 MOST_NEEDLES = 64
-TRIES = 1000  # for needles that differ
-FEWEST_DIGITS = 2  # so that every split has some
+TRIES = 1000  # how often to draw for needles that differ
+FEWEST_DIGITS = 2  # so that every split has some numbers
 
 # fmt: off
 ADJECTIVES = (
@@ -61,16 +61,16 @@ class _Hidden(NamedTuple):
 
 @dataclass(frozen=True)
 class Needle(Task):
-    """What the three have in common.
+    """What the three needle tasks share.
 
-    The haystack is as long as makes the sequence exactly its length, so its last sentence may be cut. Train, validation
-    and test have different values, and none of them occurs in the haystack.
+    The haystack fills the sequence to exactly its length, so its last sentence may be cut. Train, validation and test
+    have different values, and none of them occurs in the haystack.
 
     Attributes:
         lengths: of the sequences, in tokens.
-        depths: shares of the haystack that stand before the needle.
-        needles: how many, each with a key of its own, by which each is asked for; all but the first stand anywhere. In
-            training, one to so many.
+        depths: which share of the haystack stands before the needle.
+        needles: how many there are, each asked for by a key of its own; all but the first stand anywhere. A training
+            sequence has one to that many.
     """
 
     axes: ClassVar[tuple[str, ...]] = ("length", "depth")
@@ -93,23 +93,23 @@ class Needle(Task):
 
     @abstractmethod
     def any_value(self, rng: random.Random) -> str:
-        """A value, of whichever split."""
+        """A value of any split."""
 
     @abstractmethod
     def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
         """The text of a split, and whether it may be repeated."""
 
     def groups(self) -> list[dict[str, Any]]:
-        """Each length with each depth."""
+        """One per length and depth."""
         return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """That length, at any depth, with as many needles as fit of a number up to ``needles``."""
+        """That length, at any depth, with up to ``needles`` needles, or as many as fit."""
         group = {"length": length, "depth": rng.random()}
         return group if self.needles == 1 else group | {"at_most": rng.randint(1, self.needles)}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
-        """A sequence of ``group["length"]`` tokens whose first needle begins after ``group["depth"]`` of the hay."""
+        """A sequence of ``group["length"]`` tokens whose first needle stands after ``group["depth"]`` of the hay."""
         length, depth = group["length"], group["depth"]
         writer = writer_for(tokenizer)
         haystack, repeat = self.read_haystack(writer, split)
@@ -134,7 +134,7 @@ class Needle(Task):
         return Example(tokens, answers, boundary)
 
     def _needles(self, rng: random.Random, writer: Writer, split: str, codes: str, many: int) -> list[_Hidden]:
-        """Needles with different keys and values, in the order in which they are asked for."""
+        """Needles with different keys and values, in the order of their questions."""
         needles: dict[str, _Hidden] = {}
         values: set[str] = set()
         for _ in range(TRIES + many):
@@ -149,7 +149,7 @@ class Needle(Task):
             values.add(value)
             if len(needles) == many:
                 return list(needles.values())
-        raise ValueError(f"needles is {many}; expected fewer: {split} has not so many different {self.kind}s")
+        raise ValueError(f"needles is {many}; expected fewer, as {split} lacks that many different {self.kind}s")
 
     def _value(self, rng: random.Random, split: str, codes: str) -> str:
         value = draw_of_split(lambda: self.any_value(rng), split, codes)
@@ -174,7 +174,7 @@ class _Number(Needle):
 
     @property
     def chance(self) -> float:
-        """One of the numbers with so many digits."""
+        """A guess among all numbers with that many digits."""
         return share_of_numbers(self.digits)
 
     def any_value(self, rng: random.Random) -> str:
@@ -184,7 +184,7 @@ class _Number(Needle):
 
 @dataclass(frozen=True)
 class NeedleNoise(_Number):
-    """A number in one line that is repeated."""
+    """A number in one line, repeated over and over."""
 
     name: ClassVar[str] = "needle-noise"
     title: ClassVar[str] = "Number in repeated noise (S-NIAH-PK)"
@@ -194,7 +194,7 @@ class NeedleNoise(_Number):
     glue: ClassVar[str] = "\n"
 
     def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
-        """The line, again and again."""
+        """The line, which may be repeated."""
         return Sentences.join([writer.write(self.glue + NOISE)]), True
 
 
@@ -206,8 +206,9 @@ class _InEssays(Needle):
         haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
             for train, one for validation and the last for test; None: a text of our own, repeated, for all. It begins
             at a sentence drawn at random.
-        divide: if not, all of it is for all: for models that were not trained on the task.
-        repeat: begin again where the text ends; if not, there must be enough for the length.
+        divide: give each split a part of its own; if not, every split has all of it, for models that were not trained
+            on the task.
+        repeat: start over where the text ends; if not, it must be long enough.
     """
 
     haystack: str | None = None
@@ -263,7 +264,7 @@ class NeedleWord(_InEssays):
 
     @property
     def chance(self) -> float:
-        """One of the uuids of version 4, or one of the words."""
+        """A guess among all uuids of version 4, or among all words."""
         return 2.0**-122 if self.value == "uuid" else 1 / (len(ADJECTIVES) * len(NOUNS))
 
     def any_value(self, rng: random.Random) -> str:
@@ -272,18 +273,18 @@ class NeedleWord(_InEssays):
 
 
 def check_digits(digits: int) -> None:
-    """Raises a ``ValueError`` if numbers of so many digits are too few to be divided among the splits."""
+    """Raises a ``ValueError`` if there are too few numbers with that many digits to divide among the splits."""
     if digits < FEWEST_DIGITS:
         raise ValueError(f"digits is {digits}; expected at least {FEWEST_DIGITS}")
 
 
 def draw_number(rng: random.Random, digits: int) -> str:
-    """A number with so many digits."""
+    """A number with that many digits."""
     return str(rng.randrange(10 ** (digits - 1), 10**digits))
 
 
 def share_of_numbers(digits: int) -> float:
-    """One of all numbers with so many digits, as a share of them."""
+    """What share of all numbers with that many digits one number is."""
     return 1 / (9 * 10 ** (digits - 1))  # the first digit is not 0
 
 
@@ -293,12 +294,12 @@ def draw_name(rng: random.Random) -> str:
 
 
 def _length(start: list[int], needles: list[_Hidden]) -> int:
-    """The fewest tokens of a sequence: with one of the haystack."""
+    """The fewest tokens that a sequence can have: with one token of the haystack."""
     return len(start) + sum(len(part) for needle in needles for part in needle) + 1
 
 
 def _key(rng: random.Random, value: str) -> str:
-    """A word that does not have the value in it."""
+    """A name that does not contain the value."""
     key = draw_name(rng)
     while value in key:
         key = draw_name(rng)

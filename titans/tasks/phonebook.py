@@ -24,16 +24,16 @@ NAMES = len(ADJECTIVES) * len(NOUNS)
 
 @dataclass(frozen=True)
 class Phonebook(Task):
-    """So many lines with a name and a number, then the same names again, each asking for its number.
+    """Lines with a name and a number, then the same names again, each asking for its number.
 
-    Many answers in few tokens: what a model that starts from nothing can learn to look things up from, before it is
-    asked for a single number in a long text.
+    It has many answers in few tokens, so a model that starts from nothing can learn from it to look things up, before
+    it is asked for a single number in a long text.
 
     Attributes:
-        entries: lines of the book.
+        entries: how many lines the books of a test have.
         digits: of a number.
-        longest: in training, the longest sequences that it draws; where longer ones are wanted it leaves them to the
-            tasks beside it. None: of any length.
+        longest: the longest training sequences that it draws; longer ones are left to the tasks beside it. None: of
+            any length.
     """
 
     entries: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
@@ -54,11 +54,11 @@ class Phonebook(Task):
 
     @property
     def chance(self) -> float:
-        """One of the numbers with so many digits."""
+        """A guess among all numbers with that many digits."""
         return share_of_numbers(self.digits)
 
     def groups(self) -> list[dict[str, Any]]:
-        """A size of the book each."""
+        """One per size of the book."""
         return [{"entries": entries} for entries in self.entries]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Tasks of plain tokens that ask for values by their keys: plainly, many at once, rewritten, and ever later."""
+"""Tasks of plain tokens that ask for values by their keys: plainly, many at once, rewritten, or ever later."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any, ClassVar, TypeVar
 
 from titans.tasks.base import Answer, Example, Group, Task, WrongLengthError, require_lengths
 
-SHARES = 10  # of all sequences one such part is for validation, one for the test, the others for training
-FEWEST = 1000  # where there are fewer sequences than that, too few would be left for a split: all share them
+SHARES = 10  # one in this many sequences is for validation, one for the test, the rest for training
+FEWEST = 1000  # with fewer sequences than this, too few would be left for a split, so all splits share them
 FILLS = ("zeros", "random")
 BETWEEN = ("fillers", "pairs")
 Drawn = TypeVar("Drawn")
@@ -37,7 +37,7 @@ class PairTask(Task):
     """What the tasks with keys, values and fillers share; the vocabulary has them in this order.
 
     Attributes:
-        pairs: keys of a sequence, each with its value.
+        pairs: how many keys a sequence has, each with its value.
         num_keys, num_values, num_fillers: sizes of the three parts of the vocabulary.
     """
 
@@ -60,7 +60,7 @@ class PairTask(Task):
 
     @property
     def chance(self) -> float:
-        """One value of all."""
+        """A guess among all values."""
         return 1 / self.num_values
 
     def draw_pairs(self, rng: random.Random, count: int, split: str) -> dict[int, int]:
@@ -83,11 +83,11 @@ class PairTask(Task):
 
 
 def ask_at_the_end(rng: random.Random, tokens: list[int], values: dict[int, int], start: int) -> Example:
-    """Puts every key of ``values`` over a filler, in any order, among the last tokens: twice as many as keys.
+    """Puts every key of ``values``, in any order, in place of one of the last fillers, twice as many as keys.
 
     Args:
-        tokens: of the sequence; changed.
-        start: the first token that may be written over.
+        tokens: of the sequence, changed in place.
+        start: the first token that may be replaced.
     """
     boundary = max(start, len(tokens) - 2 * len(values))
     places = sorted(rng.sample(range(boundary, len(tokens)), len(values)))
@@ -110,8 +110,8 @@ class Recall(PairTask):
     Attributes:
         lengths: of the sequences of a test.
         vary: train with any number of pairs, up to ``pairs``.
-        depths: shares of the fillers before the questions that stand before the pairs, an axis of the test, while any
-            is trained with; none: the pairs stand at the start.
+        depths: which share of the fillers before the questions stands before the pairs, an axis of the test; training
+            takes any depth. Empty: the pairs stand at the start.
     """
 
     lengths: tuple[int, ...] = (64, 128, 256, 512, 1024)
@@ -135,7 +135,7 @@ class Recall(PairTask):
             object.__setattr__(self, "axes", ("length", "depth"))
 
     def groups(self) -> list[dict[str, Any]]:
-        """A length each; if there are depths, with each of them."""
+        """One per length, and per depth if there are any."""
         if not self.depths:
             return [{"length": length} for length in self.lengths]
         return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
@@ -161,7 +161,7 @@ class Recall(PairTask):
 
 @dataclass(frozen=True)
 class Reassigned(PairTask):
-    """Recall of keys some of which get another value later on: the latest counts.
+    """Recall of keys some of which get another value later on; the latest counts.
 
     The pairs stand at the start, the new values (each after its key) anywhere between them and the questions. All keys
     are asked for; judged are those that were rewritten as often as the group says.
@@ -169,7 +169,7 @@ class Reassigned(PairTask):
     Attributes:
         length: of the sequences of a test.
         share: of the keys that are rewritten.
-        times: a rewritten key is rewritten so often at most.
+        times: how often a rewritten key is rewritten, at most.
     """
 
     length: int = 128
@@ -193,7 +193,7 @@ class Reassigned(PairTask):
             raise ValueError(f"length is {self.length}; expected at least {self._shortest(self.pairs)}")
 
     def groups(self) -> list[dict[str, Any]]:
-        """Keys that were never rewritten, once, twice, ..."""
+        """One per number of rewrites, from none on."""
         return [{"length": self.length, "rewrites": rewrites} for rewrites in range(self.times + 1)]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
@@ -243,7 +243,7 @@ class Reassigned(PairTask):
 
 @dataclass(frozen=True)
 class Retention(PairTask):
-    """Pairs, then so many other tokens, then the keys: how much is left of what was written once?
+    """Pairs, then other tokens, then the keys: how much is left of what was written once?
 
     Attributes:
         distances: tokens between the pairs and the first question.
@@ -264,10 +264,12 @@ class Retention(PairTask):
         if self.between not in BETWEEN:
             raise ValueError(f"between is {self.between!r}; expected one of {', '.join(BETWEEN)}")
         if self.between == "pairs" and self.pairs == self.num_keys:
-            raise ValueError(f"pairs is {self.pairs}; expected less than num_keys, {self.num_keys}: others between")
+            raise ValueError(
+                f"pairs is {self.pairs}; expected less than num_keys, {self.num_keys}, as others come between"
+            )
 
     def groups(self) -> list[dict[str, Any]]:
-        """A distance each."""
+        """One per distance."""
         return [{"distance": distance} for distance in self.distances]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
@@ -298,7 +300,7 @@ class Retention(PairTask):
 
 @dataclass(frozen=True)
 class MQAR(Task):
-    """Many pairs out of a large vocabulary, each asked for once, sooner more often than later.
+    """Many pairs from a large vocabulary, each asked for once, more often sooner than later.
 
     Token 0 stands between the questions, the first half of the vocabulary is keys, the second values. After the pairs
     there are as many slots of two tokens as fit; a key is asked for at slot i with a probability that falls as
@@ -331,7 +333,7 @@ class MQAR(Task):
                 raise ValueError(f"cells has {pairs} pairs at length {length}; expected 1 to {length // 4}")
         counts = [pairs for _, pairs in self.cells]
         if len(set(counts)) < len(counts):
-            raise ValueError(f"cells has the numbers of pairs {counts}; expected each once: they are the table's axis")
+            raise ValueError(f"cells has the numbers of pairs {counts}; expected each once, as an axis of the table")
         if self.vocabulary // 2 <= max(counts):
             raise ValueError(f"vocabulary is {self.vocabulary}; expected at least {2 * max(counts) + 2}")
         if not 0 < self.power <= 1:
@@ -346,7 +348,7 @@ class MQAR(Task):
 
     @property
     def chance(self) -> float:
-        """One value of all."""
+        """A guess among all values."""
         return 1 / len(self._values)
 
     @property
@@ -354,7 +356,7 @@ class MQAR(Task):
         return range(self.vocabulary // 2, self.vocabulary)
 
     def groups(self) -> list[dict[str, Any]]:
-        """A number of pairs each, with its length."""
+        """One per number of pairs, with its length."""
         return [{"length": length, "pairs": pairs} for length, pairs in self.cells]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
@@ -383,7 +385,7 @@ class MQAR(Task):
             asked = dict(drawn)
             others = [token for token in range(self.vocabulary) if token not in asked]
             tokens += rng.choices(others, k=length - 2 * pairs)
-        # the first to ring of clocks with these rates: drawing without replacement, by weight
+        # exponential clocks with these rates, in the order they ring: weighted drawing without replacement
         rings = [(rng.expovariate((slot + 1) ** (self.power - 1)), slot) for slot in range(length // 2 - pairs)]
         answers = []
         for (key, value), (_, slot) in zip(drawn, sorted(rings), strict=False):

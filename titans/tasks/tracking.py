@@ -1,4 +1,4 @@
-"""Word problems of groups: read elements, and say after each what all of them so far multiply to."""
+"""Word problems of groups: read elements, and say after each one what all so far multiply to."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def symmetric_group(size: int) -> Table:
 class Tracking(Task):
     """What the word problems share. A token is an element of the group, as input and as answer.
 
-    Sequences of a length that has at least a thousand are split by a rule; shorter ones are in all splits.
+    A rule splits the sequences of every length of which there are at least a thousand; shorter ones are in all splits.
 
     Attributes:
         lengths: of the sequences of a test; training takes lengths up to its own, which should be shorter.
-        last: judge only the product of all; otherwise every one on the way too.
+        last: judge only the final product, not those on the way.
     """
 
     lengths: tuple[int, ...] = (32, 64, 128, 256, 512)
@@ -60,15 +60,15 @@ class Tracking(Task):
 
     @property
     def chance(self) -> float:
-        """One element of all."""
+        """A guess among all elements."""
         return 1 / len(self.table)
 
     def groups(self) -> list[dict[str, Any]]:
-        """A length each."""
+        """One per length."""
         return [{"length": length} for length in self.lengths]
 
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
-        """Any length up to ``length``: what is short is learned first."""
+        """Any length up to ``length``, as what is short is learned first."""
         return {"length": rng.randint(1, length)}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
@@ -126,7 +126,7 @@ class ModularAddition(Tracking):
 
 @dataclass(frozen=True)
 class S3(Tracking):
-    """How three things lie after being reordered again and again: the smallest group where order matters."""
+    """The order of three things after many reorderings: the smallest group where order matters."""
 
     name: ClassVar[str] = "s3"
     title: ClassVar[str] = "Permutations of three"
@@ -140,7 +140,7 @@ class S3(Tracking):
 
 @dataclass(frozen=True)
 class S5(Tracking):
-    """How five things lie after being reordered again and again: thought to need more than a few parallel layers."""
+    """The order of five things after many reorderings: thought to need more than a few parallel layers."""
 
     name: ClassVar[str] = "s5"
     title: ClassVar[str] = "Permutations of five"
