@@ -192,8 +192,8 @@ def test_a_table_in_a_terminal_breaks_nothing_where_there_is_room() -> None:
     assert (title, header.split(), row.strip()) == ("Caption", ["model", "speed"], f"{name}   12 (10 to 14)")
 
 
-def test_an_interval_is_not_broken_and_counts_as_one_word() -> None:
-    table = Table(["model", "a", "b", "c"], [["mac", *["97.5 (84 to 100)"] * 3]])
+def test_numbers_in_parentheses_are_not_broken_and_count_as_one_word() -> None:
+    table = Table(["model", "a", "b", "c", "d"], [["mac", *["97.5 (84 to 100)"] * 3, "words (to be broken)"]])
     page = render_page([Section("s", tables=[table])], "t")
-    assert page.count("97.5 (84\u00a0to\u00a0100)") == 3
+    assert page.count("97.5 (84\u00a0to\u00a0100)") == 3 and "(to be broken)" in page
     assert 'class="turn"' in page

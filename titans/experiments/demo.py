@@ -36,7 +36,7 @@ from titans.experiments.tasks import read_result
 from titans.files import METRICS
 from titans.models import TitansForCausalLM
 from titans.models.loading import load_model
-from titans.report.outcome import read_kept, write_outcome
+from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Figure, Section, Table, print_table, show
 from titans.report.plots import Curve, Span, plot_heat, plot_lines, plot_sequence, short_number
 from titans.tasks.recall import Recall
@@ -136,6 +136,7 @@ def run_demo(
             "seconds": round(time.perf_counter() - start, 1),
             "settings": json.loads(json.dumps(settings)),
         }
+        write_figures(report, out)  # what took minutes to measure is safe before anything is drawn
     page = write_outcome(report | {"name": NAME}, report["title"], sections(report), out)
     print_table(console, recall_table(report))
     for sentence in (*summary(report), about_surprise(report), about_speed(report), *([QUICK] if quick else [])):

@@ -184,8 +184,8 @@ def _least_width(column: Sequence[str]) -> int:
 
 
 def unbroken(cell: str) -> str:
-    """The text of a cell in which an interval, as in "97.5 (84 to 100)", stays on one line."""
-    return re.sub(r"\([^()]* to [^()]*\)", lambda interval: interval[0].replace(" ", "\u00a0"), cell)
+    """The text of a cell in which numbers in parentheses, as in "97.5 (84 to 100)", stay on one line."""
+    return re.sub(r"\((?:[-+\d.,% ]|to){1,24}\)", lambda found: found[0].replace(" ", "\u00a0"), cell)
 
 
 def as_markdown(table: Table) -> str:
