@@ -36,9 +36,7 @@ def test_a_contradiction_surprises_more_than_a_paraphrase_and_a_repetition_least
     assert float((contradiction > paraphrase).float().mean()) > 0.9
     assert bool((contradiction > text).all())
     assert float(contradiction.mean() - paraphrase.mean()) > 0.002
-    assert (
-        float((another[:, 2] > another[:, 1]).float().mean()) < 0.6
-    )  # no such thing
+    assert float((another[:, 2] > another[:, 1]).float().mean()) < 0.6  # told something else
 
 
 def test_in_a_memory_that_knows_other_things_the_paraphrase_loses_more_of_its_surprise(encoder: TextEncoder) -> None:

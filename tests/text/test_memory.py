@@ -13,8 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from titans.text import replay
+from titans.text.async_memory import AsyncMemory
 from titans.text.encoder import TextEncoder
-from titans.text.memory import AsyncMemory, Memory
+from titans.text.memory import Memory
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 from titans.text.ranking import Eviction, Ranking
 from titans.text.records import OtherEncoder, StoreError, UnknownRecord

@@ -1,11 +1,12 @@
-"""A text memory for any LLM: it keeps what it is told across runs, finds it again, and says what surprised it."""
+"""A text memory for any LLM: it remembers across runs, finds again, and says what surprised it."""
 
 from __future__ import annotations
 
+from titans.text.async_memory import AsyncMemory
 from titans.text.chat import Conversation
 from titans.text.encoder import TextEncoder
 from titans.text.llm import LLM, LLMError, make_llm
-from titans.text.memory import AsyncMemory, Memory
+from titans.text.memory import Memory
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 from titans.text.prompt import build_prompt
 from titans.text.ranking import Eviction, Ranking

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
 import json
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +40,7 @@ from titans.text.records import (
     check_threshold,
     check_time,
     new_id,
+    read_records,
     utc_now,
 )
 from titans.text.replay import Replay, advance
@@ -593,7 +592,7 @@ class Memory:
         the same id, text and scope, is skipped, so that an import that was cut off can be run again.
         """
         self.store.require_writable()
-        records = [record for number, record in read_lines(Path(path)) if not self._is_there(number, record, path)]
+        records = [record for number, record in read_records(Path(path)) if not self._is_there(number, record, path)]
         return self.restore(records, progress)
 
     def restore(self, records: Sequence[Record], progress: Progress | None = None) -> int:
@@ -740,27 +739,6 @@ class Memory:
         self.store.add_uses(uses)
 
 
-def read_lines(path: Path) -> Iterator[tuple[int, Record]]:
-    """The records of a file of JSON lines with their line numbers; a ``ValueError`` names the line that is wrong."""
-    seen: set[str] = set()
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                record = Record.from_dict(json.loads(line.decode("utf-8")))
-            except UnicodeDecodeError:
-                raise ValueError(f"{path}, line {number} is not valid UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} cannot be read as JSON: {error}") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            if record.id in seen:
-                raise ValueError(f"{path}, line {number}: the id {record.id!r} is used twice")
-            seen.add(record.id)
-            yield number, record
-
-
 def _for_each(value: Any, many: int, name: str) -> list[Any]:
     """One value per text: the list as it is, or the same value for all."""
     if isinstance(value, (list, tuple)):
@@ -768,52 +746,3 @@ def _for_each(value: Any, many: int, name: str) -> list[Any]:
             raise ValueError(f"{name} has {len(value)} entries; expected {many}, one per text")
         return list(value)
     return [value] * many
-
-
-P = ParamSpec("P")
-R = TypeVar("R")
-
-
-def _twin(method: Callable[Concatenate[Memory, P], R]) -> Callable[Concatenate[AsyncMemory, P], Coroutine[Any, Any, R]]:
-    @functools.wraps(method)
-    async def call(self: AsyncMemory, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        return await asyncio.to_thread(method, self.memory, *args, **kwargs)
-
-    return call
-
-
-class AsyncMemory:
-    """:class:`Memory` for asynchronous programs: the same methods, each in a thread of its own.
-
-    Takes what :class:`Memory` takes, or one that is open.
-    """
-
-    def __init__(self, memory: Memory | str | Path = "titans-memory", **options: Any) -> None:
-        self.memory = memory if isinstance(memory, Memory) else Memory(memory, **options)
-
-    async def __aenter__(self) -> AsyncMemory:
-        return self
-
-    async def __aexit__(self, *error: object) -> None:
-        await self.close()
-
-    add = _twin(Memory.add)
-    add_many = _twin(Memory.add_many)
-    search = _twin(Memory.search)
-    use = _twin(Memory.use)
-    get = _twin(Memory.get)
-    records = _twin(Memory.records)
-    update = _twin(Memory.update)
-    delete = _twin(Memory.delete)
-    delete_all = _twin(Memory.delete_all)
-    history = _twin(Memory.history)
-    surprise = _twin(Memory.surprise)
-    scope_memory = _twin(Memory.scope_memory)
-    scopes = _twin(Memory.scopes)
-    stats = _twin(Memory.stats)
-    check = _twin(Memory.check)
-    export = _twin(Memory.export)
-    import_ = _twin(Memory.import_)
-    restore = _twin(Memory.restore)
-    reindex = _twin(Memory.reindex)
-    close = _twin(Memory.close)

@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
+from pathlib import Path
 from typing import Any
 
 MAX_TEXT = 1_000_000  # bytes of a text
@@ -176,6 +177,27 @@ class Event:
     version: int
     text: str | None
     metadata: dict[str, Any] | None
+
+
+def read_records(path: Path) -> Iterator[tuple[int, Record]]:
+    """The records of a file of JSON lines with their line numbers; a ``ValueError`` names the line that is wrong."""
+    seen: set[str] = set()
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, 1):
+            if not line.strip():
+                continue
+            try:
+                record = Record.from_dict(json.loads(line.decode("utf-8")))
+            except UnicodeDecodeError:
+                raise ValueError(f"{path}, line {number} is not valid UTF-8") from None
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}, line {number} cannot be read as JSON: {error}") from None
+            except (ValueError, RecursionError) as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+            if record.id in seen:
+                raise ValueError(f"{path}, line {number}: the id {record.id!r} is used twice")
+            seen.add(record.id)
+            yield number, record
 
 
 def new_id() -> str:
