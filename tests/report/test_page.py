@@ -26,7 +26,7 @@ from titans.report.page import (
     render_page,
     write_page,
 )
-from titans.report.results import write_report
+from titans.report.results import result_sections, write_report
 
 
 class Page(HTMLParser):
@@ -56,7 +56,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     table, figure = Table(["a", HOSTILE], [["1", HOSTILE]], HOSTILE), Figure("extra", PNG, HOSTILE, HOSTILE)
     extra = Section(f"Why {HOSTILE}", [HOSTILE], [table], [figure])
-    assert write_report(many(), folder / "new", f"Report {HOSTILE}", [extra]) == folder / "new" / "report.html"
+    sections = result_sections(many(), [extra])
+    assert write_page(sections, folder / "new", f"Report {HOSTILE}", HOSTILE) == folder / "new" / "report.html"
     return folder / "new"
 
 
@@ -116,7 +117,7 @@ def test_figures_of_the_same_name_do_not_overwrite_each_other(tmp_path: Path) ->
 )
 def test_a_section_that_cannot_be_shown_leaves_nothing_behind(section: Section, words: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=re.escape(words)):
-        write_report([result()], tmp_path / "out", sections=[section])
+        write_page([*result_sections([result()]), section], tmp_path / "out", "t")
     assert not (tmp_path / "out").exists()
 
 

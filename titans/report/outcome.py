@@ -31,12 +31,6 @@ def write_figures(report: dict[str, Any], out: Path) -> None:
     write_json(out / f"{report['name']}.json", report)
 
 
-def write_results(report: dict[str, Any], text: str, out: Path) -> None:
-    """Writes ``report`` and ``text`` into ``out``, under the name that the report has."""
-    write_figures(report, out)
-    write_atomically(out / f"{report['name']}.md", text.encode())
-
-
 def write_outcome(report: dict[str, Any], title: str, sections: Sequence[Section], out: Path) -> Path:
     """Write NAME.json, NAME.md, report.html and its figures as PNG files; returns the path of the page.
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 FORMAT = 1  # of the results of `titans eval`
-TITLE = "Titans: evaluation"
 CROWDED = 12  # lines; a figure with more of them shows only models that were not tampered with
 
 
@@ -378,24 +377,20 @@ def _settings(task: Task) -> str:
     return "; ".join(f"{name}: {' or, in other runs, '.join(texts)}" for name, texts in found.items()) or "-"
 
 
-def write_report(
-    results: Sequence[Result], out: str | Path, title: str = TITLE, sections: Sequence[Section] = ()
-) -> Path:
+def write_report(results: Sequence[Result], out: str | Path) -> Path:
     """Write the page of results and its figures into a folder; nothing if something is wrong.
 
     Args:
-        results: as ``load_results`` gives them; may be empty if there are sections.
+        results: as ``load_results`` gives them.
         out: the folder, for ``report.html``, ``TASK.png`` and ``TASK-heat-MODEL.png``; made if needed.
-        title: of the page.
-        sections: other parts, which stand after the summary.
 
     Returns the path of the page.
     """
-    return write_page(result_sections(results, sections), out, title, _facts(results))
+    return write_page(result_sections(results), out, "Titans: evaluation", _facts(results))
 
 
 def _facts(results: Sequence[Result]) -> str:
     models = {result["model"]["name"] for result in results}
     tasks = {split_name(key, task)[0] for result in results for key, task in result["tasks"].items() if task["cells"]}
     counts = {"model": len(models), "run": len(results), "task": len(tasks)}
-    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items()) if results else ""
+    return ", ".join(f"{count} {name}{'' if count == 1 else 's'}" for name, count in counts.items())
