@@ -14,6 +14,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parents[1]
 # How a page links to a file outside docs/ on GitHub, and where that stands in the site.
 OUTSIDE = (
+    (re.compile(r"\]\(\.\./\.\./examples/(\w+)\.(py|ipynb)\)"), r"](\1.md)"),
     (re.compile(r"\]\(\.\./examples/(\w+)\.(py|ipynb)\)"), r"](examples/\1.md)"),
     (re.compile(r"\]\(docs/"), "]("),
     (re.compile(r"\]\(\.\./CONTRIBUTING\.md"), "](contributing.md"),
@@ -24,9 +25,8 @@ OUTSIDE = (
 def on_files(files: Files, config: Any, **_: Any) -> Files:
     """Adds the pages that are made of files elsewhere."""
     for script in sorted((ROOT / "examples").glob("*.py")):
-        text = script.read_text(encoding="utf-8")
-        title = text.split('"""')[1].split("\n")[0].split(":")[0]
-        files.append(File.generated(config, f"examples/{script.stem}.md", content=f"# {title}\n\n```python\n{text}```\n"))
+        page = page_of_script(script.read_text(encoding="utf-8"))
+        files.append(File.generated(config, f"examples/{script.stem}.md", content=page))
     notebook = json.loads((ROOT / "examples" / "tour.ipynb").read_text(encoding="utf-8"))
     body, pictures = page_of_notebook(notebook)
     files.append(File.generated(config, "examples/tour.md", content=body))
@@ -35,6 +35,14 @@ def on_files(files: Files, config: Any, **_: Any) -> Files:
     contributing = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     files.append(File.generated(config, "contributing.md", content=contributing))
     return files
+
+
+def page_of_script(script: str) -> str:
+    """A script as Markdown: the first sentence of its docstring is the title, the rest stands above the code."""
+    _, docstring, code = script.split('"""', 2)
+    first, rest = docstring.split("\n", 1)
+    title, _, more = first.rstrip(".").partition(": ")
+    return f"# {title}\n\n{more[:1].upper()}{more[1:]}.\n{rest}\n```python\n{code.lstrip()}```\n"
 
 
 def page_of_notebook(notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:

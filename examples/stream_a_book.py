@@ -1,4 +1,4 @@
-"""Stream a book of any length through a model in constant memory, keep what it read in a file, and ask later.
+"""Stream a book: read a text of any length in constant memory, keep what was read in a file, and ask later.
 
 The book is read from disk piece by piece, and what the model keeps of it has the same size after a page as after a
 library. Without a model of your own, a small untrained one shows how it works; its answers are noise.
