@@ -12,8 +12,8 @@ from titans.experiments.memory_tests import (
     AGAIN,
     CHANGED,
     FILLERS,
+    KNOWN,
     NEW,
-    TOLD,
     bound,
     capacity,
     decay_of_association,
@@ -40,11 +40,9 @@ def model(variant: str = "lmm", **fields: Any) -> TitansForCausalLM:
 
 
 def test_each_depth_width_and_momentum_has_a_row_and_a_wider_memory_holds_more() -> None:
-    told: list[dict[str, Any]] = []
-    result = capacity(depths=(1, 2), widths=(8, 16, 32), seeds=4, on_row=told.append)
+    result = capacity(depths=(1, 2), widths=(8, 16, 32), seeds=4)
     rows = result["rows"]
     json.dumps(result, allow_nan=False)
-    assert told == rows
     cells = [(row["depth"], row["width"], row["eta"], row["weights"]) for row in rows]
     assert cells == [(d, w, eta, d * w * w) for d in (1, 2) for w in (8, 16, 32) for eta in (0.0, 0.9)]
     for depth, eta in {(row["depth"], row["eta"]) for row in rows}:
@@ -124,7 +122,7 @@ def test_facts_that_are_new_surprise_more_than_those_that_are_repeated(variant: 
     before = {name: value.clone() for name, value in made.state_dict().items()}
     found = surprise_of_facts(made.train(), TASK, distance=16, sequences=32)
     json.dumps(found, allow_nan=False)
-    assert found["parts"] == [[TOLD, 8], [FILLERS, 16], [NEW, 8], [AGAIN, 8], [CHANGED, 8]]
+    assert found["parts"] == [[KNOWN, 8], [FILLERS, 16], [NEW, 8], [AGAIN, 8], [CHANGED, 8]]
     assert [len(layer) for layer in found["layers"]] == [48, 48]
     for layer in range(2):
         assert mean_surprise(found, AGAIN, layer) < 0.97 * mean_surprise(found, NEW, layer)
@@ -156,8 +154,8 @@ def test_the_versions_of_the_facts_differ_at_the_end_only() -> None:
 
 def test_the_mean_of_a_part_is_that_of_its_values() -> None:
     values = [9.0, 2.0] * 2 + [5.0] * 3 + [9.0, 0.5] * 2
-    found = {"parts": [[TOLD, 4], [FILLERS, 3], [NEW, 4]], "layers": [[0.0] * 11, values]}
-    assert [mean_surprise(found, name, 1) for name in (TOLD, FILLERS, NEW)] == [2.0, 5.0, 0.5]
+    found = {"parts": [[KNOWN, 4], [FILLERS, 3], [NEW, 4]], "layers": [[0.0] * 11, values]}
+    assert [mean_surprise(found, name, 1) for name in (KNOWN, FILLERS, NEW)] == [2.0, 5.0, 0.5]
     with pytest.raises(ValueError, match="name is 'old'; expected a part of the sequences"):
         mean_surprise(found, "old")
 

@@ -1,1 +1,1 @@
-"""Tasks on a model: what is asked, how answers are scored, and the results, which grow cell by cell."""
+"""What a model can do: what is measured, how answers are scored, and results that grow cell by cell."""

@@ -1,4 +1,4 @@
-"""Tasks on a saved model: a file of results that grows cell by cell, so that nothing measured is ever lost."""
+"""Measures on a saved model: a file of results that grows cell by cell, so that nothing measured is ever lost."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from titans.report.results import FORMAT
 from titans.words import sentence
 
 EVAL_FOLDER = "eval"  # in the folder of a model
-WAIT = 60.0  # seconds for another process that is writing results
+WAIT = 60.0  # seconds to wait for another process that is writing results
 Result = dict[str, Any]  # what eval.json holds
 Entry = dict[str, Any]  # one of its tasks
-Progress = Callable[[int, int, str], None]  # cells done, cells in all, the one that is being measured
+Progress = Callable[[int, int, str], None]  # groups done, groups in all, the one that is being measured
 
 
 def evaluate(
@@ -36,7 +36,7 @@ def evaluate(
     progress: Progress | None = None,
     command: str = "",
 ) -> Result:
-    """Measures what is not measured yet and returns all results, which ``eval.json`` in ``out`` holds, too.
+    """Measures what is not measured yet and returns all results, which are also in ``eval.json`` in ``out``.
 
     Several processes may evaluate the same model at once: each adds what it has measured to what is there.
 
@@ -45,7 +45,7 @@ def evaluate(
         out: folder of the results; None: :func:`results_folder`.
         device: see :func:`titans.models.loading.choose_device`.
         overwrite: measure these tasks anew, and replace results of another model, or what cannot be read.
-        progress: called before each cell.
+        progress: called before each group.
         command: what the results say they were made with.
     """
     from titans import __version__
@@ -70,7 +70,7 @@ def evaluate(
 
     with locked(out, "titans eval", WAIT):
         result = _read(out, empty, overwrite)
-    entries = {measure.name: merged(result, measure) for measure in measures}  # says now what does not fit
+    entries = {measure.name: merged(result, measure) for measure in measures}  # refuses other settings before any work
     plan = [(measure, group) for measure in measures for group in measure.groups()]
     plan = [(measure, group) for measure, group in plan if not _has(entries[measure.name]["cells"], group)]
     versions = {"titans": __version__, "torch": torch.__version__}
@@ -96,12 +96,12 @@ def evaluate(
 
 
 def results_folder(model: str | Path) -> Path:
-    """Where the results of a model are unless one says otherwise: in its folder, or in ``eval`` if it is the hub's."""
+    """Where the results of a model go by default: into its folder, or into ``eval`` for a model of the hub."""
     return Path(model) / EVAL_FOLDER if Path(model).is_dir() else Path(EVAL_FOLDER) / Path(model).name
 
 
 def key_of(task: str, evaluation: Evaluation) -> str:
-    """What a task's results are called: with the control, and with what was changed of the model."""
+    """The key of a task's results, with the control and the changed fields of the model."""
     changes = [f"{name}={value}" for name, value in sorted(evaluation.fields.items())]
     return " ".join([task, *([evaluation.control] if evaluation.control else []), *changes])
 
@@ -124,8 +124,7 @@ def changed(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
 
 
 def _merge(old: Entry | None, cells: Sequence[Cell], measure: Measure, evaluation: Evaluation, where: str) -> Entry:
-    """An entry with further cells, and with the lengths and depths of both; a ``ValueError`` if it was made with other
-    settings."""
+    """An entry with more cells, and with the lengths and depths of both; a ``ValueError`` if the settings differ."""
     before = old or {"cells": [], "seconds": 0.0}
     more = [cell for cell in cells if not _has(before["cells"], cell["group"])]
     entry = measure.describe([*before["cells"], *more])
@@ -166,7 +165,7 @@ def _require_same(where: str, name: str, then: Any, now: Any) -> None:
 
 
 def _read(out: Path, empty: Result, overwrite: bool) -> Result:
-    """The results that are there, or none yet; a ``ValueError`` if they are another model's and are to stay."""
+    """The results in the folder, or none yet; a ``ValueError`` if they are another model's and must stay."""
     path = out / EVAL
     if not path.is_file():
         return json.loads(json.dumps(empty))
@@ -185,7 +184,7 @@ def _read(out: Path, empty: Result, overwrite: bool) -> Result:
 
 
 def _empty(name: str, model: PreTrainedModel) -> Result:
-    """No results yet: what kind of model it is, and how it was trained, if its folder tells."""
+    """Results without tasks: what kind of model it is, and how it was trained, as far as its folder tells."""
     folder = Path(name)
     fields = read_config(folder / "config.json") if folder.is_dir() else model.config.to_dict()
     run = read_yaml(folder / RUN) if (folder / RUN).is_file() else {}
@@ -208,7 +207,7 @@ def _empty(name: str, model: PreTrainedModel) -> Result:
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
-    """Of the weights, whatever the config says of how they are used."""
+    """A hash of the weights alone: fields of the config may change."""
     digest = hashlib.sha256()
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(name.encode())

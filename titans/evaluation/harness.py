@@ -1,6 +1,6 @@
-"""Our models in lm-eval, the common way to compare language models, with its data from the hub or from local files.
+"""lm-eval, the common way to compare language models, on our models, with data from the hub or from local files.
 
-``python -m titans.evaluation.harness`` is the command ``lm_eval`` with our models known to it.
+``python -m titans.evaluation.harness`` is the command ``lm_eval`` that also knows our models.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from titans.tasks import Group
 from titans.tasks.commonsense import CHOICES, Row, find_files, read_file, read_local
 from titans.words import nearest, require_whole, sentence
 
-# the common-sense tasks of the paper, and which of lm-eval's numbers it reports
+# the paper's common-sense tasks, and which of lm-eval's metrics it reports
 TASKS = {
     "lambada_openai": "acc",
     "piqa": "acc",
@@ -34,7 +34,7 @@ TASKS = {
     "social_iqa": "acc",
     "boolq": "acc",
 }
-# where lm-eval defines them: to look through all of its definitions takes many seconds
+# where lm-eval defines them, as searching all of its definitions takes many seconds
 DEFINITIONS = {
     "lambada_openai": "lambada/lambada_openai.yaml",
     "piqa": "piqa/piqa.yaml",
@@ -97,7 +97,7 @@ class LmEval:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """All that the name stands for in one go."""
+        """Everything that the name stands for, at once."""
         return [{}]
 
     def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
@@ -145,7 +145,7 @@ def run_harness(
                 numpy_random_seed=None,
                 torch_random_seed=None,
             )
-        except AssertionError as error:  # how lm-eval says that an answer would not fit into the model
+        except AssertionError as error:  # lm-eval's way to say that an answer would not fit into the model
             raise ValueError(sentence(error)) from None
     return [
         _cell(name, found["results"][name], found["samples"][name], found["higher_is_better"][name]) for name in loaded
@@ -153,12 +153,13 @@ def run_harness(
 
 
 def local_tasks(folder: str | Path) -> dict[str, dict[str, Any]]:
-    """Definitions for lm-eval of the tasks whose data are in a folder.
+    """lm-eval's definitions of the tasks whose data are in a folder.
 
-    What a file is, its name or its folder's says: piqa, hellaswag, winogrande, arc_easy, arc_challenge, social_iqa or
-    siqa, boolq, lambada; of several sets, the one that lm-eval judges is taken. The rows may have the fields of the
-    original data or of the hub, or query, choices and gold. The prompts are lm-eval's. Any other JSONL file with query,
-    choices and gold, or context_options, continuation and gold, is a task under its own name, with the query as prompt.
+    The name of a file or of its folder says which task it is: piqa, hellaswag, winogrande, arc_easy, arc_challenge,
+    social_iqa or siqa, boolq, lambada; of several sets, the one that lm-eval judges is taken. The rows may have the
+    fields of the original data or of the hub, or query, choices and gold. The prompts are lm-eval's. Any other JSONL
+    file with query, choices and gold, or context_options, continuation and gold, is a task under its own name, with
+    the query as prompt.
     """
     made = {}
     for name, fields in definitions(Path(folder).expanduser()).items():
@@ -169,14 +170,14 @@ def local_tasks(folder: str | Path) -> dict[str, dict[str, Any]]:
 
 
 def local_dataset(local_task: str, local_file: str, **other: Any) -> dict[str, Any]:
-    """The rows of a file as lm-eval's definition of a task wants them."""
+    """The rows of a file as lm-eval's definition of the task expects them."""
     from datasets import Dataset
 
     return {"test": Dataset.from_list(read_local(local_task, Path(local_file)))}
 
 
 def definitions(folder: Path) -> dict[str, dict[str, Any]]:
-    """The fields of each task's definition that local data change, by the name of the task."""
+    """For each task, the fields of its definition that local data change."""
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; expected one with the data of tasks")
     made = {}
@@ -193,7 +194,7 @@ def definitions(folder: Path) -> dict[str, dict[str, Any]]:
         if name in TASKS:
             fields = {"include": str(_definition(name))} | fields
             if name == "hellaswag" and _first_row(path).keys() >= CHOICES:
-                fields["process_docs"] = None  # it is done already
+                fields["process_docs"] = None  # the rows are processed already
         else:
             fields |= _own(_first_row(path))
         made[name] = fields
@@ -208,7 +209,7 @@ def _first_row(path: Path) -> Row:
 
 
 def _own(row: Row) -> dict[str, Any]:
-    """How a multiple-choice file of one's own is judged."""
+    """The definition of a multiple-choice file that is none of lm-eval's tasks."""
     means = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
     if row.keys() >= CHOICES:
         asked = {"doc_to_text": "{{query}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{gold}}"}
@@ -236,7 +237,7 @@ def _definition(name: str) -> Path:
 def _load_tasks(
     names: Sequence[str], local: Mapping[str, dict[str, Any]], include_path: str | Path | None
 ) -> dict[str, Any]:
-    """lm-eval's tasks with their data, by name; a group of tasks gives several."""
+    """lm-eval's tasks with their data, by name; a group gives several tasks."""
     make = _module("lm_eval.tasks").TaskManager
     known = make(include_defaults=False, include_path=None if include_path is None else str(include_path))
     loaded: dict[str, Any] = {}
@@ -258,7 +259,7 @@ def _load_tasks(
 
 
 def _language_model(model: PreTrainedModel, tokenizer: Any, batch_size: int) -> Any:
-    """The model as lm-eval wants it, but one that refuses what is too long instead of cutting it."""
+    """The model as lm-eval expects it, except that it refuses text that is too long instead of cutting it."""
     base: Any = _module("lm_eval.models.huggingface").HFLM
     max_length = LONGEST if isinstance(model, TitansForCausalLM) else None
 
@@ -287,7 +288,7 @@ def _check_length(length: int, longest: int) -> None:
 def _cell(
     name: str, results: Mapping[str, Any], samples: Sequence[Mapping[str, Any]], higher: Mapping[str, bool | None]
 ) -> Cell:
-    """Of the metric that the paper reports, or else of lm-eval's first, by the first filter that it is reported for."""
+    """The cell of the metric that the paper reports, or else of lm-eval's first metric, by its first filter."""
     metrics: dict[str, float | None] = {}
     filters: dict[str, str] = {}
     for key, value in results.items():
@@ -302,7 +303,7 @@ def _cell(
     values = [sample[metric] for sample in sorted(judged, key=lambda sample: sample["doc_id"])]
     mean = metrics[metric]
     plain = all(isinstance(value, (int, float)) for value in values)
-    # a perplexity, for one, is not the mean of what its examples have
+    # a perplexity, for one, is not the mean over its examples
     plain = plain and mean is not None and math.isclose(fmean(values), mean, rel_tol=1e-6, abs_tol=1e-9)
     low, high = bootstrap(values) if plain else (None, None)
     return {

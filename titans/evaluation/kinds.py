@@ -1,4 +1,4 @@
-"""All that can be measured on a model, by name: tasks, perplexity, and tasks of lm-eval."""
+"""Everything that can be measured on a model, by name: tasks, perplexity, and tasks of lm-eval."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class TaskMeasure:
 
     @property
     def reads_text(self) -> bool:
-        """Unless it is made of plain tokens."""
+        """True unless the task consists of plain tokens."""
         return self.task.vocab_size is None
 
     def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
@@ -102,7 +102,7 @@ class Kind(NamedTuple):
 
 
 def find_kind(name: str) -> Kind:
-    """What there is to measure under a name; a ``ValueError`` says what there is instead."""
+    """What a name stands for; a ``ValueError`` suggests another name."""
     if name == Perplexity.name:
         return Kind(name, Perplexity.title, _defaults(Perplexity), lambda settings: Perplexity(**settings))
     if name in COMMON_SENSE or name.startswith(PREFIX):
@@ -113,19 +113,19 @@ def find_kind(name: str) -> Kind:
 
 
 def known_kinds() -> list[Kind]:
-    """All that have a name; there are more tasks of lm-eval, and those in files of one's own."""
+    """All kinds with a name of their own: not those in Python files, nor the other tasks of lm-eval."""
     return [find_kind(name) for name in (*known_tasks(), Perplexity.name, *COMMON_SENSE)]
 
 
 def make_measures(evaluation: Evaluation) -> list[Measure]:
-    """What an evaluation measures, with the settings that it gives; a ``ValueError`` says what is wrong with them."""
+    """What an evaluation measures, with its settings; a ``ValueError`` says what is wrong with them."""
     kinds = {kind.name: kind for kind in map(find_kind, evaluation.tasks)}
     dealt = deal_settings({name: kind.settings for name, kind in kinds.items()}, evaluation.settings)
     return [kinds[name].make(own) for name, own in dealt.items()]
 
 
 def check_evaluation(evaluation: Evaluation, tokenizer: Any) -> None:
-    """Raises a ``ValueError`` for what can be seen to be impossible without a model."""
+    """Raises a ``ValueError`` for an evaluation that cannot work, as far as that shows without a model."""
     for measure in make_measures(evaluation):
         measure.check(evaluation, tokenizer)
 

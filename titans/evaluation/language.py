@@ -1,4 +1,4 @@
-"""How well a model predicts a text: the loss of each token, of the tokens at each position, and bits per byte."""
+"""How well a model predicts text: the loss per token, by position in the text, and bits per byte."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from titans.tasks.background import text_files
 from titans.words import require_whole
 
 CONTEXTS = {
-    "streamed": "each text from its beginning to its end, the memory running on",
-    "sliding": "windows that overlap, each with a fresh memory; what two of them have is judged in the first",
+    "streamed": "each text from beginning to end with one memory",
+    "sliding": "windows that may overlap, each with a fresh memory; a token is judged in the first that has it",
 }
-BUCKET = 64  # positions of the first bucket; each one after it ends at twice as many
+BUCKET = 64  # positions in the first bucket; each later one ends at twice as many
 PARTS = 256  # values that are kept per bucket, at most
 PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 PREPARED = "prepared.json"  # what `titans prepare` leaves in a folder
@@ -41,11 +41,11 @@ def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> 
 
     Args:
         model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
-        ids: (batch, length); rows may be filled up at the end, which changes nothing before it.
+        ids: (batch, length); rows may be padded at the end.
         piece: tokens per call.
 
     Returns:
-        (batch, length); NaN for the first token of a row, which nothing stands before.
+        (batch, length); NaN for the first token of a row, which has nothing before it.
     """
     if ids.ndim != 2 or ids.shape[1] < 2:
         raise ValueError(f"ids has shape {tuple(ids.shape)}; expected (batch, length) with a length of at least 2")
@@ -86,16 +86,16 @@ class Window(NamedTuple):
 class Perplexity:
     """The loss of a model on text, overall and along the text.
 
-    A text begins with the special tokens that the tokenizer begins texts with, which are not judged; where there are
-    none, its first token is not, because nothing stands before it. Ends of texts are left out.
+    A text begins with the special tokens that the tokenizer begins texts with, which are not judged. Without any, its
+    first token is not judged, because it has nothing before it. Tokens that end texts are left out.
 
     Attributes:
         data: text files, folders with .txt files, or a folder that `titans prepare` wrote.
         context: a key of :data:`CONTEXTS`.
         length: streamed: tokens to read of each text, at most; None: all. Sliding: tokens of a window.
-        stride: sliding: how far a window lies behind the one before; None: as far as it is long.
+        stride: sliding: distance between the starts of two windows; None: the length of a window.
         split: of prepared data; None: validation, or test, or train, whichever is there.
-        limit: how many tokens of the data to use, from the first on; None: all.
+        limit: how many of the first tokens of the data to use; None: all.
         batch_size: texts or windows that are read side by side.
     """
 
@@ -146,11 +146,11 @@ class Perplexity:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """All positions in one go."""
+        """All positions at once."""
         return [{}]
 
     def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
-        """Refuses controls, and text that is not there."""
+        """Refuses controls, and text that does not exist."""
         refuse_controls(self.name, evaluation)
         self.read(tokenizer)
 
@@ -161,7 +161,7 @@ class Perplexity:
         return [cell | {"whole": whole} for cell in found["cells"]]
 
     def run(self, model: PreTrainedModel, tokenizer: Any, piece: int = PIECE) -> dict[str, Any]:
-        """Everything that is known of the loss.
+        """Every figure of the loss.
 
         Args:
             piece: tokens per call, for our models.
@@ -216,7 +216,7 @@ class Perplexity:
 
 
 def windows(ids: Sequence[int], judged: int, length: int, stride: int) -> Iterator[Window]:
-    """Windows in which ``length`` tokens are read and as many predicted, so that each but the first is judged once."""
+    """Windows that read ``length`` tokens and predict as many, so that each token but the first is judged once."""
     begin = 0
     while True:
         part = ids[begin : begin + length + 1]
@@ -260,7 +260,7 @@ class _Total:
         self.buckets: dict[int, list[tuple[float, int]]] = {}
 
     def add(self, losses: np.ndarray[Any, np.dtype[np.float64]], judged: int) -> None:
-        """Of a window, (length,), from the first that is judged on."""
+        """Adds the losses of a window, (length,), from the first that is judged on."""
         begin, end = 0, BUCKET
         while begin + 1 < len(losses):
             part = losses[max(begin + 1, judged) : end + 1]

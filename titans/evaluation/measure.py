@@ -1,4 +1,4 @@
-"""The interface of everything that can be measured on a model, and what is asked of it."""
+"""What to measure on a model, and the interface of everything that can be measured."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Cell = dict[str, Any]  # group, value, low, high, count, values, and what else a
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What to measure, on whichever model.
+    """What to measure, on any model.
 
     Attributes:
         tasks: names that :func:`titans.evaluation.kinds.find_kind` knows.
@@ -63,20 +63,20 @@ class Measure(Protocol):
     def reads_text(self) -> bool: ...
 
     def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
-        """Title, source, metric, unit, better, chance, axes, counted and settings; some may depend on the cells."""
+        """Title, source, metric, unit, better, chance, axes, counted and settings; they may depend on the cells."""
 
     def groups(self) -> list[dict[str, Any]]:
-        """What is measured in one go: a cell belongs to a group if it has all of the group's values."""
+        """What is measured at once, in order; a cell belongs to a group if it has all of the group's values."""
 
     def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
-        """Raises a ``ValueError`` for what can be seen to be impossible without a model."""
+        """Raises a ``ValueError`` for what cannot work, as far as that shows without a model."""
 
     def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
         """The cells of a group."""
 
 
 def changed_settings(measure: Any) -> dict[str, Any]:
-    """The settings of a measure, a dataclass, that are not as they are by default."""
+    """The settings of a measure, a dataclass, that differ from their defaults."""
     return {
         each.name: value
         for each in fields(measure)
@@ -85,6 +85,6 @@ def changed_settings(measure: Any) -> dict[str, Any]:
 
 
 def refuse_controls(name: str, evaluation: Evaluation) -> None:
-    """Raises a ``ValueError`` if the memory is to be tampered with at a question, which a measure does not have."""
+    """Raises a ``ValueError`` if there is a control: those need a question at the end of a sequence."""
     if evaluation.control is not None:
         raise ValueError(f"control is {evaluation.control!r}; expected none, as {name} asks no question at the end")

@@ -107,7 +107,7 @@ def _score_plain(model: PreTrainedModel, examples: Sequence[Example], tokens_at_
         count = max(1, tokens_at_once // max(1, min(longest, _piece(model, longest))))
         chosen, order = order[-count:], order[:-count]
         batch = [examples[index] for index in chosen]
-        # what stands behind the end of a sequence changes nothing before it
+        # padding at the end changes nothing before it
         ids = torch.zeros(len(batch), longest, dtype=torch.int64)
         for row, each in enumerate(batch):
             ids[row, : len(each.tokens)] = torch.tensor(each.tokens)
@@ -129,7 +129,7 @@ def _places(each: Example) -> list[int]:
 
 
 def _judge(each: Example, predicted: dict[int, Tensor]) -> list[Score]:
-    """The scores of the answers, by the log probabilities (vocabulary,) at every place that they need."""
+    """The scores of the answers, from the log probabilities (vocabulary,) at each of their places."""
     scores = []
     for answer in each.answers:
         rows = torch.stack([predicted[answer.place - 1 + i] for i in range(len(answer.wanted))])
@@ -142,7 +142,7 @@ def _judge(each: Example, predicted: dict[int, Tensor]) -> list[Score]:
 def _log_probabilities(
     model: PreTrainedModel, ids: Tensor, places: Sequence[int], cache: Any = None, offset: int = 0
 ) -> list[Tensor]:
-    """(batch, vocabulary) for each place, counted from ``offset``, the first token of ``ids``."""
+    """(batch, vocabulary) for each place; ``offset`` is the place of the first token of ``ids``."""
     goes_on = isinstance(model, TitansForCausalLM)
     keeps = "logits_to_keep" in inspect.signature(model.forward).parameters
     found: list[Tensor] = []
@@ -163,12 +163,12 @@ def _log_probabilities(
 
 
 def _score_tampered(model: PreTrainedModel, examples: Sequence[Example], control: str) -> list[list[Score]]:
-    """Each sequence by itself, up to its question; then on with a memory that it did not make."""
+    """Each sequence by itself up to its question, and from there with a memory that it did not make."""
     assert isinstance(model, TitansForCausalLM)
     caches = []
     for each in examples:
         if not 0 < each.boundary < len(each.tokens):
-            raise ValueError(f"control is {control!r} and a sequence has no question apart; expected another task")
+            raise ValueError(f"control is {control!r} and a sequence has no separate question; expected another task")
         cache: Any = None
         for part in torch.tensor([each.tokens[: each.boundary]], device=model.device).split(PIECE, dim=1):
             cache = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values

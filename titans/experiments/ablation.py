@@ -34,7 +34,7 @@ PAPER = {
 
 
 def language_models() -> dict[str, dict[str, Any]]:
-    """The models of the table as the recipe of recall has them, but with the width and layers of those for text."""
+    """The models of the table as in the recipe of recall, without its width and layers."""
     models: dict[str, dict[str, Any]] = read_recipe(shipped_recipes()["recall"])["models"]
     return {label: model for label, model in models.items() if label in PAPER}
 
@@ -47,7 +47,7 @@ def run_ablation(
     Args:
         language: the runs on text; its models are replaced by those of the table.
         out: folder of the experiment, with ``language`` and ``recall`` in it.
-        progress: called with how far each half is.
+        progress: called with how far each half has come.
         command: what the results say they were made with.
         quick: a few steps of one seed only.
     """

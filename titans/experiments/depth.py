@@ -1,4 +1,4 @@
-"""The paper's Figure 7 at a small scale: how deep a memory should be, by the loss along ever longer texts."""
+"""The paper's Figure 7 at a small scale: how deep a memory should be, judged by the loss along a text."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run_depth(
     """Trains an LMM of every depth; writes depth.json, depth.md, the page and its figures into ``out``.
 
     Args:
-        language: the runs; its models are replaced by those of the depths.
+        language: the runs; its models are replaced by one per depth.
         depths: layers of the memory.
         read: tokens that a trained model reads, to see how its loss falls along them.
         limit: tokens of the validation text that it is tested on.
@@ -66,5 +66,5 @@ def depth_table(rows: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]
         spread = "" if row["spread"] is None else f" ± {row['spread']:.3f}"
         minutes = f"{row['cpu_minutes']:.1f}"
         lines.append([row["model"], f"{row['parameters']:,}", f"{show(row['loss'])}{spread}", shown, minutes])
-    header = ["memory", "parameters", "validation loss", "at the last positions, each seed", "CPU minutes per run"]
+    header = ["memory", "parameters", "validation loss", "loss at the last positions, each seed", "CPU minutes per run"]
     return Table(header, lines, "Loss in nats per token; ± is the standard deviation over the seeds.")

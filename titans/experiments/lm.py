@@ -42,17 +42,17 @@ class LMExperiment:
         data: a prepared folder with a validation split.
         out: folder of the experiment.
         models: names of :data:`titans.models.baselines.NAMES`, or labels of ``rows``.
-        rows: models that are not known by their name alone: for a label, fields of ``TrainConfig.model``.
+        rows: models that a name does not describe: fields of ``TrainConfig.model`` by label.
         size: name of :data:`titans.models.baselines.SIZES`: all models get its number of parameters.
         seeds: one run of every model for each.
-        tokens: of a run.
+        tokens: per run.
         length, batch_tokens, learning_rate, warmup, weight_decay: as in a training config, the same for all models.
-        rates: learning rates of models that need another.
+        rates: learning rates of single models.
         fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
         tests: what each trained model is tested with.
-        evaluations: validations along a run.
-        eval_tokens: of a validation along a run, at most.
-        final_eval_tokens: of the one at its end; None: all.
+        evaluations: how many validations there are along a run.
+        eval_tokens: tokens per validation along a run, at most.
+        final_eval_tokens: tokens of the one at its end; None: all.
         device: as in a training config.
         at_a_time: how many runs go on side by side, with one thread each.
     """
@@ -113,7 +113,7 @@ class LMExperiment:
         described = {"name": model, "size": self.size} | self.rows.get(model, {})
         own = f"{model}."
         settings = {name.removeprefix(own): value for name, value in self.fields.items() if name.startswith(own)}
-        if described["name"] in VARIANTS:  # a preset's rule is its own
+        if described["name"] in VARIANTS:  # a preset has a rule of its own
             settings = {name: value for name, value in self.fields.items() if "." not in name} | settings
         return TrainConfig(
             model=settings | described,
@@ -199,7 +199,7 @@ def summarise_runs(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "loss": mean,
                 "spread": statistics.stdev(losses) if len(losses) > 1 and mean is not None else None,
                 "losses": losses,
-                "perplexity": None if mean is None else math.exp(min(mean, 700.0)),  # more than that is no number
+                "perplexity": None if mean is None else math.exp(min(mean, 700.0)),  # more overflows
                 "learning_rate": mine[0]["learning_rate"],
                 "cpu_minutes": statistics.fmean(run["cpu_seconds"] for run in mine) / 60,
                 "paper": PAPER.get(model),
@@ -211,11 +211,11 @@ def summarise_runs(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 def lm_section(report: dict[str, Any]) -> Section:
     """The final losses as a table and with every seed as a dot, and the losses along the training."""
     experiment, runs = report["experiment"], report["runs"]
-    seeds = ", ".join(map(str, experiment["seeds"]))
+    seeds = f"seed{'s' if len(experiment['seeds']) > 1 else ''} {', '.join(map(str, experiment['seeds']))}"
     about = (
         f"Validation loss in nats per token after {int(runs[0]['tokens']):,} training tokens, length "
         f"{experiment['length']}, batches of {experiment['batch_tokens']:,} tokens, a vocabulary of "
-        f"{report['data']['vocabulary']:,}, seeds {seeds}."
+        f"{report['data']['vocabulary']:,}, {seeds}."
     )
     header = ["model", "parameters", "loss", "±", "each seed", "perplexity", "learning rate", "CPU minutes per run"]
     rows = [
@@ -263,7 +263,7 @@ def lm_section(report: dict[str, Any]) -> Section:
 
 
 def _mean_curve(runs: Sequence[dict[str, Any]], model: str, tokens: Sequence[int]) -> list[float | None]:
-    """The mean loss of a model's runs after each number of tokens; None where one of them has none."""
+    """The mean loss of a model's runs after each number of tokens; None where a run has none."""
     curves = [dict(run["curve"]) for run in runs if run["model"] == model]
     found = [[loss for curve in curves if (loss := curve.get(count)) is not None] for count in tokens]
     return [statistics.fmean(losses) if len(losses) == len(curves) else None for losses in found]

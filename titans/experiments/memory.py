@@ -1,4 +1,4 @@
-"""What a memory holds, for how long, and what surprises it, before anything is trained, as tables and a page."""
+"""How much an untrained memory holds, for how long, and what surprises it: the experiment and its report."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ FACTS = {NEW: "a new fact", AGAIN: "a repeated one", CHANGED: "a changed one"}
 def run_memory(
     out: Path, progress: Callable[[int, int, str], None] | None = None, command: str = "", quick: bool = False
 ) -> dict[str, Any]:
-    """Measures what is not measured yet; writes memory.json, memory.md, the page and its pictures into ``out``.
+    """Measures what is not measured yet; writes memory.json, memory.md, the page and its figures into ``out``.
 
-    What memory.json holds already, made by the same version with the same settings, is kept.
+    Results in memory.json that the same version made with the same settings are kept.
     """
     depths, widths = (DEPTHS[:2], WIDTHS[:2]) if quick else (DEPTHS, WIDTHS)
     seeds, samples = (2, 4) if quick else (8, 32)
@@ -69,14 +69,14 @@ def run_memory(
 
 
 def measure_capacity(asked: Row) -> Row:
-    """A row of the capacity, with what was asked for."""
+    """One row of the capacities, with what was asked for."""
     depth, width, eta = asked["depth"], asked["width"], asked["eta"]
     (row,) = capacity((depth,), (width,), (eta,), passes=asked["passes"], seeds=asked["seeds"])["rows"]
     return asked | row
 
 
 def measure_surprise(depth: int, sequences: int) -> Row:
-    """How much facts surprise a memory of so many layers that was never trained, but has the token before as key."""
+    """How much facts surprise an untrained memory of this depth whose keys are the tokens before the values."""
     config = TitansConfig(
         variant="lmm", vocab_size=Recall().vocab_size, hidden_size=64, num_hidden_layers=1, memory_heads=1,
         memory_depth=depth,
@@ -89,22 +89,22 @@ def measure_surprise(depth: int, sequences: int) -> Row:
 
 
 def surprise_section(rows: Sequence[Row]) -> Section:
-    """A row a depth: how much new, known and changed facts surprise."""
+    """How much new, known and changed facts surprise, one row per depth."""
     about = (
-        "A model whose memory was never trained, but has the token before as the key of each value, reads pairs, "
+        "A model whose memory is untrained, but has the token before each value as its key, reads pairs, "
         f"{PAUSE} fillers, and then other pairs, the same ones again, or the same keys with each other's values. "
         "Surprise is the norm of the gradient that a token sends into the memory."
     )
     lines = [[f"depth {row['depth']}", *(f"{row[name]:.3f}" for name in FACTS)] for row in rows]
-    table = Table(["memory", *FACTS.values()], lines, "Surprise at the values, on average.")
+    table = Table(["memory", *FACTS.values()], lines, "Mean surprise at the values.")
     return Section("What surprises it", [about], [table])
 
 
 def capacity_section(rows: Sequence[Row]) -> Section:
-    """Pairs held against depth and width, once for each number of passes."""
+    """How many pairs are held, by depth and width, for each number of passes."""
     about = (
-        "Pairs of random unit vectors are written into a memory that was never trained, each once or as often as said; "
-        "the capacity is the largest number of pairs of which 90% can be read back."
+        "Pairs of random unit vectors are written into an untrained memory, in one pass or several. The capacity is "
+        "the largest number of pairs of which 90% can be read back."
     )
     widths = sorted({row["width"] for row in rows})
     kinds = list(dict.fromkeys((row["depth"], row["eta"], row["passes"]) for row in rows))
@@ -119,18 +119,18 @@ def capacity_section(rows: Sequence[Row]) -> Section:
             curves.append(Curve(label, values, style=len(curves)))
     table = Table(["memory", *(f"width {width}" for width in widths)], lines, "Pairs of which 90% are held.")
     png = plot_lines(widths, curves, "Pairs held by an untrained memory", "width of the memory", "pairs")
-    figure = Figure("capacity", png, "Capacity against width, a line for each depth", "One pass, no momentum.")
+    figure = Figure("capacity", png, "Capacity against width, one line per depth", "One pass, no momentum.")
     return Section("How much a memory holds", [about], [table], [figure])
 
 
 def decay_section(rows: Sequence[Row]) -> Section:
-    """What is left of an association after more writes, once for each forgetting and momentum."""
+    """What is left of an association after more writes, for each forgetting and momentum."""
     about = (
-        "One pair is written, then others; shown is how much of its value is still read: 1 is all of it. Forgetting "
-        "returns to the memory's start."
+        "One pair is written, then others. Shown is how much of its value can still be read, where 1 is all of it. "
+        "Forgetting returns the memory to its start."
     )
     writes = sorted({row["writes"] for row in rows})
-    places = [count for count in writes if count]  # the axis is a logarithm, which has no place for none
+    places = [count for count in writes if count]  # a logarithmic axis has no place for 0
     lines: list[list[str]] = []
     curves: list[Curve] = []
     for alpha, eta in dict.fromkeys((row["alpha"], row["eta"]) for row in rows):
@@ -142,4 +142,4 @@ def decay_section(rows: Sequence[Row]) -> Section:
     table = Table(["memory", *(f"after {count:,}" for count in writes)], lines, "Share of the value that is read.")
     png = plot_lines(places, curves, "What is left of an association", "pairs written after it", "share that is read")
     figure = Figure("decay", png, "Share of a value that is left after more writes", "Without momentum.")
-    return Section("How long it holds it", [about], [table], [figure])
+    return Section("How long it holds an association", [about], [table], [figure])

@@ -1,9 +1,9 @@
-"""What a memory can do before anything is trained: how much it holds, how long, and what surprises it."""
+"""What an untrained memory can do: how much it holds, for how long, and what surprises it."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
@@ -21,11 +21,11 @@ from titans.tasks.recall import Recall
 DEPTHS, WIDTHS = (1, 2, 3, 4), (16, 32, 64, 128)
 THETAS = (0.05, 0.1, 0.25, 0.5, 1.0)
 ETAS = (0.0, 0.9)
-LIMIT = 1 << 14  # pairs that a search goes up to
-COAST = 64  # tokens without a step after which no momentum is left: 0.9 ** 64 is .001
+LIMIT = 1 << 14  # the most pairs that a search tries
+COAST = 64  # tokens without a step after which no momentum is left: 0.9 ** 64 is 0.001
 PAUSE = 32  # fillers between facts and what comes after them
-TOLD, FILLERS, NEW, AGAIN, CHANGED = "facts", "fillers", "new facts", "same again", "values swapped"
-PARTS = (TOLD, FILLERS, NEW, AGAIN, CHANGED)  # of what is read to see what surprises
+KNOWN, FILLERS, NEW, AGAIN, CHANGED = "facts", "fillers", "new facts", "same again", "values swapped"
+PARTS = (KNOWN, FILLERS, NEW, AGAIN, CHANGED)  # of the sequences that show what surprises
 
 
 def capacity(
@@ -36,25 +36,23 @@ def capacity(
     passes: int = 1,
     seeds: int = 8,
     share: float = 0.9,
-    on_row: Callable[[dict[str, Any]], None] | None = None,
 ) -> dict[str, Any]:
-    """How many pairs of random unit vectors a memory holds that was never trained.
+    """How many pairs of random unit vectors an untrained memory holds.
 
     The pairs are written with the exact, bounded rule and nothing is forgotten; momentum runs out before the keys are
     read. A pair is held if what is read is nearer (cosine) to its own value than to that of any other. The capacity is
-    the largest number of pairs of which at least ``share`` are held, as a mean over the seeds and with the step that
-    holds most, found by doubling and bisection.
+    the largest number of pairs of which at least ``share`` are held, as a mean over the seeds and with the best step,
+    found by doubling and bisection.
 
     Args:
         etas: momentum; the steps are ``theta * (1 - eta)``, as in :class:`titans.NeuralMemory`.
-        thetas: steps that are tried.
-        passes: how often the pairs are written, one after the other, in the same order.
-        seeds: memories, each with a start, keys and values of its own.
-        on_row: told each row when it is known.
+        thetas: steps to try.
+        passes: how often all pairs are written, in the same order.
+        seeds: how many memories there are, each with its own start, keys and values.
 
     Returns:
         ``{"rows": [...]}``: depth, width, eta, weights (numbers of the memory), capacity, and at that capacity theta,
-        recall and recalls (one a seed).
+        recall and recalls (one per seed).
     """
     _require_at_least_one(depths=depths, widths=widths, etas=etas, thetas=thetas)
     for name, number in (("passes", passes), ("seeds", seeds)):
@@ -62,14 +60,12 @@ def capacity(
             raise ValueError(f"{name} is {number}; expected at least 1")
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1")
-    rows = []
-    for depth in depths:
-        for width in widths:
-            for eta in etas:
-                row = _capacity(depth, width, eta, thetas, passes, seeds, share)
-                rows.append(row)
-                if on_row is not None:
-                    on_row(row)
+    rows = [
+        _capacity(depth, width, eta, thetas, passes, seeds, share)
+        for depth in depths
+        for width in widths
+        for eta in etas
+    ]
     return {"rows": rows}
 
 
@@ -114,17 +110,17 @@ def decay_of_association(
     theta: float = 0.5,
     samples: int = 32,
 ) -> dict[str, Any]:
-    """How much is left of an association after so many more writes of random pairs of unit vectors.
+    """How much is left of an association after more writes of random pairs of unit vectors.
 
     Args:
-        alphas: forgetting of every write; it returns to the memory's start.
+        alphas: forgetting of every write, which returns the memory to its start.
         etas: momentum; the steps are ``theta * (1 - eta)``.
         writes: after how many more pairs the key is read.
-        samples: memories, each with a start and pairs of its own.
+        samples: how many memories there are, each with its own start and pairs.
 
     Returns:
         ``{"rows": [...]}``: alpha, eta, writes, and what M(k) says of the value v, which is of length 1: left, the
-        mean of <M(k), v> (1 is all of it), cosine, that of its cosine, and lefts and cosines, one a sample.
+        mean of <M(k), v> (1 is all of it), cosine, the mean cosine, and lefts and cosines, one per sample.
     """
     _require_at_least_one(alphas=alphas, etas=etas, writes=writes)
     if min(writes) < 0:
@@ -156,14 +152,14 @@ def decay_of_association(
 def surprise_of_facts(
     model: TitansForCausalLM, task: Recall | None = None, distance: int = PAUSE, sequences: int = 64, seed: int = 0
 ) -> dict[str, Any]:
-    """How surprised the memories of a model are by facts that are new, that they know, and that have changed.
+    """How much facts that are new, known or changed surprise the memories of a model.
 
     Every sequence has the pairs of the task, fillers, and then as many pairs, in three versions, each read from the
-    sequence's beginning: other pairs; the same ones again; and the same keys with each other's values, so that all
-    tokens are known and only their bonds are new.
+    beginning: other pairs; the same ones again; and the same keys with each other's values, so that all tokens are
+    known and only their association is new.
 
     Args:
-        task: whose pairs and fillers are read; None: :class:`titans.tasks.recall.Recall` as it is.
+        task: whose pairs and fillers are read; None: :class:`titans.tasks.recall.Recall` with its defaults.
         distance: fillers before the facts that are judged.
 
     Returns:
@@ -205,12 +201,12 @@ def draw_facts(rng: random.Random, task: Recall, distance: int) -> dict[str, lis
     """A sequence for :func:`surprise_of_facts` in its three versions, which differ in their last pairs."""
     keys = rng.sample(range(task.num_keys), 2 * task.pairs)
     values = rng.sample(range(task.num_keys, task.num_keys + task.num_values), 2 * task.pairs)
-    known, told = keys[: task.pairs], values[: task.pairs]
-    before = _join(known, told) + task.draw_fillers(rng, distance)
+    known, given = keys[: task.pairs], values[: task.pairs]
+    before = _join(known, given) + task.draw_fillers(rng, distance)
     facts = {
         NEW: _join(keys[task.pairs :], values[task.pairs :]),
-        AGAIN: _join(known, told),
-        CHANGED: _join(known, told[1:] + told[:1]),
+        AGAIN: _join(known, given),
+        CHANGED: _join(known, given[1:] + given[:1]),
     }
     return {name: before + tokens for name, tokens in facts.items()}
 
@@ -221,7 +217,7 @@ def _join(keys: Sequence[int], values: Sequence[int]) -> list[int]:
 
 @torch.no_grad()
 def bound(model: TitansForCausalLM) -> TitansForCausalLM:
-    """The model, whose memories now have the token before as key of each value; training teaches that to some."""
+    """The model, whose memories now take the token before each value as its key, as training teaches some."""
     for memory in memories_of(model):
         if memory.conv is None or len(memory.conv) < 2:
             raise ValueError("the model's memories have no convolution of two tokens; expected one that hands on a key")
@@ -232,7 +228,7 @@ def bound(model: TitansForCausalLM) -> TitansForCausalLM:
 
 
 def mean_surprise(found: Mapping[str, Any], name: str, layer: int = 0) -> float:
-    """Of what :func:`surprise_of_facts` found: the mean over the values of the facts of a part, or over all fillers."""
+    """From what :func:`surprise_of_facts` found: the mean over the values of a part's facts, or over all fillers."""
     start = 0
     for part, count in found["parts"]:
         if part == name:
@@ -244,7 +240,7 @@ def mean_surprise(found: Mapping[str, Any], name: str, layer: int = 0) -> float:
 
 @dataclass(frozen=True)
 class _Memory:
-    """Memories of one head that were never trained, and how they are written: exactly, and bounded."""
+    """Untrained memories with one head, written with the exact, bounded rule."""
 
     network: MemoryMLP
     max_norm: float
@@ -253,7 +249,7 @@ class _Memory:
     def write(self, state: MemoryState, k: Tensor, v: Tensor, theta: Tensor, alpha: float, eta: float) -> MemoryState:
         """The state after pairs (seeds, copies, time, width), with steps ``theta * (1 - eta)``, theta (1, copies, 1).
 
-        What is forgotten returns to the start.
+        Forgetting returns to the start.
         """
         shape = k.shape[:3]
         return neural_memory_exact(
@@ -273,7 +269,7 @@ class _Memory:
 
 
 def _fresh(depth: int, width: int, seeds: int, copies: int) -> _Memory:
-    """Memories with (seeds, copies) starts, where copies are alike."""
+    """Memories with (seeds, copies) starts; copies are equal."""
     starts = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for seed in range(seeds):

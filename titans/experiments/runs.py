@@ -36,17 +36,17 @@ class Job:
 
     @property
     def folder(self) -> Path:
-        """Of the run."""
+        """The folder of the run."""
         return Path(self.config.output)
 
     @property
     def name(self) -> str:
-        """Of the run, and of its files beside it."""
+        """The name of the run, and of the files beside its folder."""
         return self.folder.name
 
     @property
     def results(self) -> Path:
-        """The file of its test results, where ``titans eval`` has them, too."""
+        """The file of its test results, the same that ``titans eval`` writes."""
         return self.folder / EVAL_FOLDER / EVAL
 
     def beside(self, ending: str) -> Path:
@@ -82,7 +82,7 @@ class Job:
 
 
 def run_folder(out: Path, label: str, seed: int) -> Path:
-    """Where the run of a model and a seed stands in the folder of an experiment."""
+    """The folder of one model and seed in the folder of an experiment."""
     name = "".join(c if c.isalnum() or c in "-+." else "-" for c in label)
     return out / "runs" / f"{name}-{seed}"
 
@@ -96,9 +96,9 @@ def require_each_once(**lists: Sequence[Any]) -> None:
 
 
 def check_jobs(jobs: Sequence[Job]) -> None:
-    """Raises a ``ValueError`` if something is wrong with a model, the data or a test, or if a run differs from its job.
+    """Raises a ``ValueError`` for a model, data or a test that cannot work, or for a run that differs from its job.
 
-    Said now, and not by a run after an hour.
+    Better now than in a run after an hour.
     """
     opened: dict[str, Data] = {}
     checked: set[str] = set()

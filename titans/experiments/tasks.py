@@ -31,7 +31,7 @@ class TaskExperiment:
 
     Attributes:
         name: of the experiment and its files.
-        title: for a person.
+        title: of its report.
         about: what is asked, in a few sentences.
         models: by their label: fields of ``TrainConfig.model``.
         train: fields of :class:`titans.training.config.TrainConfig`, the same for all models.
@@ -67,7 +67,7 @@ class TaskExperiment:
                 )
 
     def only(self, labels: Sequence[str]) -> TaskExperiment:
-        """The same with some of the models."""
+        """The same experiment with only these models; all, if there are none."""
         require_each_once(models=labels)
         for label in labels:
             if label not in self.models:
@@ -75,7 +75,7 @@ class TaskExperiment:
         return replace(self, models={label: self.models[label] for label in labels}) if labels else self
 
     def quick(self) -> TaskExperiment:
-        """A few steps, and few and short sequences: shows that it works, not that it learns."""
+        """A few steps, and few short sequences: shows that it works, not that it learns."""
         train = {**self.train, "steps": QUICK_STEPS, "warmup": 1, "eval_tokens": 1, "final_eval_tokens": 1}
         tests, controls = ([_shortened(test) for test in each] for each in (self.tests, self.controls))
         return replace(self, train=train, tests=tests, controls=controls, seeds=self.seeds[:1])
