@@ -261,6 +261,14 @@ def test_every_validation_says_over_how_many_tokens_it_went(tiny: Make, capsys: 
     assert [line.split("over ")[1] for line in said] == ["128 tokens", f"{result.metrics['eval_tokens']:,.0f} tokens"]
 
 
+def test_a_last_validation_like_the_one_at_the_end_is_not_made_twice(
+    tiny: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny(steps=2, eval_every=1), say=lambda words: None)
+    said = [line.split()[1] for line in capsys.readouterr().err.splitlines() if "validation loss" in line]
+    assert said == ["1", "2"]
+
+
 def test_a_mistyped_folder_of_a_trained_model_is_not_looked_up_on_the_hub(tiny: Make, tmp_path: Path) -> None:
     (tmp_path / "small").mkdir()
     fields = tiny().to_dict() | {"model": {"pretrained": str(tmp_path / "smal")}}

@@ -197,6 +197,9 @@ class MemoryTrainer(Trainer):
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Loss and perplexity on the validation data, read in order; carried if the training carries."""
+        last = self.state.global_step >= self.state.max_steps and not self.at_the_end
+        if last and self._validation_rows(at_the_end=True) == self._validation_rows(at_the_end=False):
+            return {}  # the validation at the end, which follows, is the same
         with self._clock.paused():
             total, right, count = self._validate()
         loss = total / max(1.0, count)
@@ -235,16 +238,21 @@ class MemoryTrainer(Trainer):
         """This process's share: as many batches as every other process has, filled up with empty rows."""
         rows = self.validation
         assert rows is not None
-        config, size = self.config, self.args.per_device_train_batch_size
-        together = size * self.args.world_size
-        count = len(rows)
-        limit = config.final_eval_tokens if self.at_the_end else config.eval_tokens
-        if limit is not None:
-            count = min(count, max(together, limit // config.length // together * together))
+        size = self.args.per_device_train_batch_size
+        together, count = size * self.args.world_size, self._validation_rows(self.at_the_end)
         for first in range(0, count, together):
             mine = range(first + size * self.args.process_index, first + size * (self.args.process_index + 1))
             batch = [rows[index] if index < count else _emptied(rows[0]) for index in mine]
             yield collate(batch)
+
+    def _validation_rows(self, at_the_end: bool) -> int:
+        """How many rows a validation reads: whole batches, as many as its limit allows."""
+        assert self.validation is not None
+        count, together = len(self.validation), self.args.per_device_train_batch_size * self.args.world_size
+        limit = self.config.final_eval_tokens if at_the_end else self.config.eval_tokens
+        if limit is not None:
+            count = min(count, max(together, limit // self.config.length // together * together))
+        return count
 
     # checkpoints
 
