@@ -137,7 +137,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
         [str(number), f"{each['trainer']:,.0f}", f"{each['bare']:,.0f}", f"{each['ratio']:.3f}"]
         for number, each in enumerate(report["rounds"], 1)
     ]
-    words = f"`titans train` runs at {report['median']:.1%} of the speed of a bare loop, the median of the rounds."
+    words = f"titans train runs at {report['median']:.1%} of the speed of a bare loop, the median of the rounds."
     header = ["round", "titans train", "bare loop", "ratio"]
     return [Section("Speed", [words], [Table(header, rows, "Tokens per CPU second.")]), about(report)]
 

@@ -386,10 +386,10 @@ def sections(report: dict[str, Any]) -> list[Section]:
         made.append(Section(FLOWS, [words], [Table(header, rows)]))
     if bounds:
         words = (
-            f"After each stream, {PROBES} fresh tokens are written until a tenth of a value is missing (or twice what "
-            "a new memory misses in the end); needed are so many presentations of each. A stream passes if everything "
-            f"is finite and if that takes at most {MAX_EFFORT} times as many as in a new memory, or if the loss has "
-            f"fallen {FALL} times by then. Weights, momentum and output: their largest norms."
+            f"After each stream, {PROBES} fresh tokens are shown until a tenth of a value is missing (or twice what "
+            "a new memory misses in the end). A stream passes if everything is finite and if no token needs more than "
+            f"{MAX_EFFORT} times as many presentations as in a new memory, or if its loss has fallen {FALL} times by "
+            "then. Weights, momentum, output: largest norms. Missing: before the first presentation, the worst token."
         )
         header = ["stream", "passes", "weights", "momentum", "output", "missing", "needed"]
         tables = [
