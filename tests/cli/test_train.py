@@ -59,6 +59,8 @@ def test_train_then_refuse_then_resume_then_overwrite(
 
     code, said = call("train", str(config), "--resume", capsys=capsys)
     assert code == 0 and (tmp_path / "run" / "model.safetensors").read_bytes() == kept
+    code, said = call("train", str(tmp_path / "run" / "train.yaml"), "--resume", capsys=capsys)
+    assert code == 0 and "is complete already" in said
     code, said = call("train", str(config), "--overwrite", "--learning-rate", "0.1", capsys=capsys)
     assert code == 0 and (tmp_path / "run" / "model.safetensors").read_bytes() != kept
 

@@ -19,6 +19,7 @@ GRADIENTS = ("second", "first")
 PARALLEL = ("ddp", "fsdp2")
 SCHEDULES = ("cosine", "stable")
 DEVICES = ("auto", "cpu", "cuda", "mps")
+FINGERPRINT = "data_fingerprint"  # what a run's own file has besides the fields
 TASK = "task:"  # begins the name of data that tasks draw
 # What may change when a run is resumed: where and how it runs, not what it computes.
 FREE = frozenset(
@@ -287,7 +288,7 @@ class TrainConfig:
     def other_than(self, folder: Path, fingerprint: str) -> str | None:
         """How the run in a folder differs from this one on data with this fingerprint; None if it does not."""
         saved = read_yaml(folder / RUN)
-        if saved.get("data_fingerprint") != fingerprint:
+        if saved.get(FINGERPRINT) != fingerprint:
             return f"the run in {folder} was trained on other data than {self.data}"
         change = self.what_changed(saved)
         if change is None:
@@ -301,6 +302,7 @@ def load_config(path: Path | None, flags: Sequence[str] = ()) -> TrainConfig:
     values: dict[str, Any] = {}
     if path is not None:
         values = read_yaml(path)
+        values.pop(FINGERPRINT, None)
     for name, text in _pairs(flags):
         _set(values, name, text)
     _check_names(values)

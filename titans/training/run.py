@@ -29,7 +29,7 @@ from titans.tasks.prepared import TokenStore, load_prepared
 from titans.training.build import make_model, shard
 from titans.training.callbacks import MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
-from titans.training.config import TrainConfig
+from titans.training.config import FINGERPRINT, TrainConfig
 from titans.training.data import CarriedRows, PackedRows, StreamedRows, TaskRows
 from titans.training.trainer import SAVING, MemoryTrainer, writing
 from titans.words import nearest, sentence
@@ -360,7 +360,7 @@ def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrit
             for path in output.glob(pattern):
                 path.unlink(missing_ok=True)
     shutil.rmtree(output / SAVING, ignore_errors=True)
-    values = config.to_dict() | {"data_fingerprint": data.fingerprint}
+    values = config.to_dict() | {FINGERPRINT: data.fingerprint}
     if not resume:
         write_atomically(output / RUN, yaml.safe_dump(values, sort_keys=False).encode())
 
