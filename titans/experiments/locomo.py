@@ -15,13 +15,13 @@ _EVIDENCE = re.compile(r"D:?(\d+):(\d+)")  # "D:11:26" and "D8:6; D9:17" are the
 
 @dataclass(frozen=True)
 class Utterance:
-    """What was said in a turn.
+    """A turn of a conversation.
 
     Attributes:
         id: such as ``"D1:3"``, the third turn of the first session.
         session: its number, from 1.
         date: of the session, as the file has it; empty if it has none.
-        caption: what the photo shows that came with it, if one did.
+        caption: what its photo shows; empty if it has none.
     """
 
     id: str
@@ -33,13 +33,13 @@ class Utterance:
 
     @property
     def text(self) -> str:
-        """What is remembered of it: who said what, and what the photo shows."""
+        """What is remembered: who said what, and what the photo shows."""
         return f"{self.speaker}: {self.said}" + (f" [photo: {self.caption}]" if self.caption else "")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its category (a key of ``CATEGORIES``), and the places in ``turns`` of those that answer it."""
+    """A question, its category (a key of ``CATEGORIES``), and the positions in ``turns`` of those that answer it."""
 
     text: str
     category: int
@@ -51,9 +51,9 @@ class Conversation:
     """A conversation.
 
     Attributes:
-        turns: in the order in which they were said.
-        questions: those of which the file names at least one turn that is there.
-        unanswerable: how many it has besides.
+        turns: in their order.
+        questions: those for which the file names at least one existing turn as evidence.
+        unanswerable: how many other questions it has.
     """
 
     name: str

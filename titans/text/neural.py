@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.files import write_json
 from titans.ops import MemoryMLP, MemoryState, neural_memory_chunked
 from titans.ops.state import read_tensors, write_tensors
 
@@ -374,7 +375,7 @@ class NeuralTextMemory(nn.Module):
         try:
             for name, content in ((CONFIG_FILE, self.config.to_dict()), (FIGURES_FILE, figures)):
                 if content is not None:
-                    (temporary / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                    write_json(temporary / name, content)
             write_tensors(temporary / WEIGHTS_FILE, self.state_dict(), {"format": FORMAT, "version": VERSION})
             if target.exists():
                 target.rename(old)
