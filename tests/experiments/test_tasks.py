@@ -143,7 +143,7 @@ def test_results_of_a_run_are_where_titans_eval_has_them_and_are_moved_there(her
 
 def test_a_second_process_is_told_that_the_folder_is_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with locked(tmp_path, "titans experiment recall"), pytest.raises(SystemExit) as end:
-        command(["experiment", "recall", "--out", str(tmp_path)])
+        command(["experiment", "recall", "--out", str(tmp_path), "--models", "none"])
     said = capsys.readouterr().err
     assert end.value.code == 2 and said.count("\n") == 1
     assert f"{tmp_path} is in use by another process (titans experiment recall, process" in said
