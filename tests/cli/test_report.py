@@ -47,7 +47,14 @@ def test_runs_are_compared_in_tables_and_on_a_page(folder: Path, capsys: pytest.
     assert run("mac-0", "mac-1", "mag.json") == 0
     captured = capsys.readouterr()
     assert captured.err == ""
-    for words in ("Needle", "65,536", "mac 89.9 (79 to 96)", "mag [bold]", "are level with 83.8% (71 to 91%)", "chance is 10.0%"):
+    for words in (
+        "Needle",
+        "65,536",
+        "mac 89.9 (79 to 96)",
+        "mag [bold]",
+        "are level with 83.8% (71 to 91%)",
+        "chance is 10.0%",
+    ):
         assert words in " ".join(captured.out.split())
     assert captured.out.endswith("Report: report/report.html\n")
     assert sorted(path.name for path in Path("report").iterdir()) == ["needle.png", "report.html"]

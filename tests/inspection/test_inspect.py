@@ -36,7 +36,9 @@ from titans.inspection.inspect import (
 from titans.inspection.page import render_page, to_json, visible
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
-NASTY = 'a <b>&amp;</b>\n\t"q" </script><script>alert(1)</script> {{ data }} {% endblock %} é日🙂 \x00\x07\u202e\u2028 end'
+NASTY = (
+    'a <b>&amp;</b>\n\t"q" </script><script>alert(1)</script> {{ data }} {% endblock %} é日🙂 \x00\x07\u202e\u2028 end'
+)
 WITH_MEMORY = [kind for kind in KINDS if "no memory" not in kind]
 
 
