@@ -2,7 +2,7 @@
 
 A block runs, unless an HTML comment stands before it: `<!-- slow: why -->` runs it with the slow tests only, and
 `<!-- not executed: why -->` never; `<!-- no shell block of this page is executed: why -->` speaks for a whole page.
-Shell blocks that run with the quick tests hold `titans` commands only, which run in this process; slow ones get a shell.
+Shell blocks of the quick tests hold `titans` commands only, which run in this process; slow ones get a real shell.
 """
 
 from __future__ import annotations

@@ -95,7 +95,9 @@ def test_the_recipe_in_the_guide_is_one(here: Path) -> None:
 
 def test_a_block_that_fails_is_found_and_a_remark_keeps_it_from_running(tmp_path: Path, here: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("<!-- not executed: wrong -->\n```bash\ntitans report nowhere\n```\n\n```bash\ntitans report nowhere\n```\n")
+    page.write_text(
+        "<!-- not executed: wrong -->\n```bash\ntitans report nowhere\n```\n\n```bash\ntitans report nowhere\n```\n"
+    )
     (first, remark), (second, none) = blocks_of(page)
     assert (remark, none) == ("not executed", "")
     assert first.region.evaluator is run_shell

@@ -27,7 +27,9 @@ def test_every_page_is_in_the_navigation() -> None:
     assert named == pages | MADE
 
 
-@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md", "docs/examples/index.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/index.md", "docs/examples/index.md"]
+)
 def test_links_to_files_lead_somewhere(name: str) -> None:
     page = ROOT / name
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):

@@ -25,7 +25,9 @@ def test_the_tour_is_valid_compiles_and_was_saved_with_its_pictures() -> None:
             compile(cell.source, f"cell {number}", "exec")
             assert cell.execution_count is not None
     assert pictures_of(tour) == PICTURES
-    assert not [output for output in outputs_of(tour) if output.output_type == "error" or output.get("name") == "stderr"]
+    assert not [
+        output for output in outputs_of(tour) if output.output_type == "error" or output.get("name") == "stderr"
+    ]
 
 
 @pytest.mark.slow
