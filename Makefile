@@ -35,7 +35,8 @@ bench: $(STAMPS)/bench ## measure the memory: speed and peak memory
 	@$(BIN)/titans bench memory $(ARGS)
 
 docs: $(STAMPS)/docs ## build the documentation as a site, in site/
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet $(ARGS)
+	@echo 'Documentation: site/index.html'
 
 dist: $(STAMPS)/dev ## build the sdist and the wheel, in dist/
 	$(BIN)/python -m build --no-isolation $(ARGS)
