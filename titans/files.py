@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 RUN = "train.yaml"  # in the folder of a run: its config,
 METRICS = "metrics.jsonl"  # what was logged along the way,
 RESULT = "result.json"  # its last figures: a run that has them is complete;
-EVAL = "eval.json"  # in that of an evaluation: its results
+EVAL_FOLDER, EVAL = "eval", "eval.json"  # in that of a model: the folder of its results, and their file
 HUB_NAME = r"[\w.-]+(/[\w.-]+)?"  # NAME or OWNER/NAME, as on the Hugging Face hub
 LOCK = ".titans.lock"  # in any output folder, while a process writes there
 

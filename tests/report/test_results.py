@@ -25,6 +25,12 @@ def test_a_folder_and_a_file_are_read_in_order(tmp_path: Path) -> None:
     assert load_results([tmp_path / "other.json", tmp_path]) == [result("mag"), result("mac")]
 
 
+def test_the_folder_of_a_model_is_read_where_its_results_are(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "eval.json").write_text(json.dumps(result("mac")))
+    assert load_results([tmp_path]) == [result("mac")]
+
+
 def broken(**fields: Any) -> str:
     return json.dumps({**result(), **fields})
 

@@ -14,12 +14,11 @@ from transformers import PreTrainedModel
 
 from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Cell, Evaluation, Measure
-from titans.files import EVAL, RUN, locked, read_yaml, write_atomically
+from titans.files import EVAL, EVAL_FOLDER, RUN, locked, read_yaml, write_atomically
 from titans.models.loading import bytes_for, load_model, read_config
 from titans.report.results import FORMAT
 from titans.words import sentence
 
-EVAL_FOLDER = "eval"  # in the folder of a model
 WAIT = 60.0  # seconds to wait for another process that is writing results
 Result = dict[str, Any]  # what eval.json holds
 Entry = dict[str, Any]  # one of its tasks

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from titans.evaluation.evaluate import EVAL_FOLDER, evaluate
+from titans.evaluation.evaluate import evaluate
 from titans.evaluation.kinds import check_evaluation
 from titans.evaluation.measure import Evaluation
-from titans.files import EVAL, RESULT, RUN, write_atomically
+from titans.files import EVAL, EVAL_FOLDER, RESULT, RUN, write_atomically
 from titans.training.build import model_config
 from titans.training.config import TrainConfig
 from titans.training.run import Data, open_data

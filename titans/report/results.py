@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans.files import EVAL
+from titans.files import EVAL, EVAL_FOLDER
 from titans.report.comparison import (
     Axis,
     Result,
@@ -54,9 +54,11 @@ def load_results(paths: Iterable[str | Path]) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    file = path / EVAL if path.is_dir() else path
-    if path.is_dir() and not file.exists():
-        raise ValueError(f"{path} holds no {EVAL}; expected a folder that `titans eval` wrote")
+    file = path
+    if path.is_dir():  # of results, or of a model that has them
+        file = next((place for place in (path / EVAL, path / EVAL_FOLDER / EVAL) if place.exists()), path / EVAL)
+        if not file.exists():
+            raise ValueError(f"{path} holds no {EVAL}; expected a folder that `titans eval` wrote")
     try:
         text = file.read_bytes().decode("utf-8")
         result = json.loads(text)

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,7 @@ def _set(values: dict[str, Any], name: str, text: str) -> None:
     values["model"] = model
 
 
+@cache
 def _hints() -> dict[str, Any]:
     return typing.get_type_hints(TrainConfig)
 
