@@ -446,6 +446,17 @@ def test_what_is_used_is_kept(open_plain: Opener) -> None:
     assert memory.records()[-1].uses == 3
 
 
+def test_an_update_keeps_the_count_of_uses(open_plain: Opener) -> None:
+    memory = open_plain()
+    record = memory.add(FACTS[0])
+    memory.search(FACTS[0])
+    memory.update(record.id, FACTS[1])
+    memory.search(FACTS[1])
+    memory.add(FACTS[2])  # which writes the counts
+    updated = memory.get(record.id)
+    assert updated is not None and updated.uses == 2
+
+
 def test_a_search_may_leave_it_to_the_caller_what_was_used(open_plain: Opener) -> None:
     memory = open_plain()
     first, second = memory.add_many(FACTS[:2], user="anna")

@@ -469,8 +469,9 @@ class Memory:
             self.store.begin_erasing()
         for number, known in memories.items():
             self._remember(number, known)
-        for seq in seqs:
-            self._uses.pop(seq, None)
+        if update is None:
+            for seq in seqs:
+                self._uses.pop(seq, None)
         self.store.finish_erasing()
         return True
 
