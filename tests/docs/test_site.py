@@ -39,7 +39,7 @@ def test_links_to_files_lead_somewhere(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_files_that_a_page_names_exist(name: str) -> None:
     text = (ROOT / name).read_text(encoding="utf-8")
-    named = re.findall(r"(?<![\w./-])(?:titans|tests|configs|examples|docs)/[\w/.-]+\.\w+", text)
+    named = re.findall(r"(?<![\w./(-])(?:titans|tests|configs|examples|docs)/[\w/.-]+\.\w+", text)
     assert not [path for path in named if not (ROOT / path).exists()]
 
 
