@@ -16,12 +16,12 @@ from titans.bench.carried import (
     PIECES,
     QUICK,
     ROUNDS,
-    CarriedBenchmarkSettings,
     document,
     figures,
     run_carried_benchmark,
     sections,
 )
+from titans.bench.settings import CarriedBenchmarkSettings
 
 
 def test_a_fact_returns_after_more_than_one_training_length() -> None:

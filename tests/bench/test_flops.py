@@ -15,7 +15,6 @@ from titans import NeuralMemory, TitansConfig, TitansForCausalLM
 from titans.bench.flops import (
     GPUS,
     Flops,
-    FlopsSettings,
     MemoryShape,
     counted_flops,
     figures,
@@ -25,7 +24,8 @@ from titans.bench.flops import (
     sections,
     training_flops,
 )
-from titans.bench.memory import BOTH, CONTENDERS, FORWARD, MemoryBenchmarkSettings, needed_flops, run_pass
+from titans.bench.memory import BOTH, CONTENDERS, FORWARD, needed_flops, run_pass
+from titans.bench.settings import FlopsSettings, MemoryBenchmarkSettings
 from titans.ops.native.library import library
 
 TINY: dict[str, Any] = {

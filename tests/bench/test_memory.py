@@ -12,7 +12,6 @@ from titans.bench.memory import (
     CONTENDERS,
     FORWARD,
     Contender,
-    MemoryBenchmarkSettings,
     Subject,
     choose_contenders,
     figures,
@@ -20,6 +19,7 @@ from titans.bench.memory import (
     run_memory_benchmark,
     sections,
 )
+from titans.bench.settings import MemoryBenchmarkSettings
 
 TINY = MemoryBenchmarkSettings(
     dim=16, heads=2, chunk_size=8, lengths=(16, 24, 40), repeats=3, peak_memory=False, gemm_size=16,

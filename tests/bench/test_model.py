@@ -20,7 +20,6 @@ from titans.bench.model import (
     REFERENCE_MAC,
     TRAIN,
     Contender,
-    ModelBenchmarkSettings,
     Subject,
     choose_contenders,
     decode,
@@ -34,6 +33,7 @@ from titans.bench.model import (
     target_parameters,
     train_step,
 )
+from titans.bench.settings import ModelBenchmarkSettings
 
 TINY = ModelBenchmarkSettings(
     dim=32, layers=2, heads=2, vocab_size=32, segment=8, window=16, persistent=2, lengths=(16, 20),

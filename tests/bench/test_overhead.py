@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from titans.bench import overhead
-from titans.bench.overhead import QUICK, OverheadBenchmarkSettings, figures, run_overhead_benchmark, sections
+from titans.bench.overhead import QUICK, figures, run_overhead_benchmark, sections
+from titans.bench.settings import OverheadBenchmarkSettings
 
 
 @pytest.fixture(autouse=True)

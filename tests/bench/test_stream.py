@@ -12,13 +12,13 @@ import torch
 
 from titans import NeuralMemory
 from titans.bench import stream as stream_benchmark
+from titans.bench.settings import StreamBenchmarkSettings
 from titans.bench.stream import (
     QUICK,
     RULES,
     RUNS,
     SETTINGS,
     STREAMS,
-    StreamBenchmarkSettings,
     figures,
     make_memory,
     relearn,

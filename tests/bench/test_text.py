@@ -9,9 +9,9 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from titans.bench.settings import TextBenchmarkSettings
 from titans.bench.text import (
     LONGEST,
-    TextBenchmarkSettings,
     cut,
     figures,
     run_text_benchmark,

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from titans.bench import timing as benchmark
+from titans.bench.settings import check_lengths
 from titans.bench.timing import (
     about,
     answer_of,
     available_memory,
-    check_lengths,
     choose_names,
     in_fresh_process,
     limit_memory,

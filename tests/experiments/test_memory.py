@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titans.bench.model import ModelBenchmarkSettings
+from titans.bench.settings import ModelBenchmarkSettings
 from titans.cli import main
 from titans.experiments import memory, throughput
 

@@ -15,13 +15,13 @@ import json
 import random
 import statistics
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from titans.bench.settings import CarriedBenchmarkSettings
 from titans.bench.timing import Progress, about, answer_of, new_report, work_folder
 from titans.files import RUN
 from titans.models import TitansForCausalLM
@@ -31,7 +31,6 @@ from titans.tasks.prepared import DESCRIPTION, TokenStore, load_prepared
 from titans.training.config import TrainConfig
 from titans.training.prepare import prepare
 from titans.training.run import train
-from titans.words import require_whole
 
 KEYS, VALUES = "abcdefgh", "ABCDEFGHIJKLMNOP"
 PAIRS, ROUNDS = len(KEYS) // 2, 2
@@ -43,29 +42,6 @@ MODEL = {
     "intermediate_size": 128, "memory_depth": 1, "tie_word_embeddings": False,
 }  # fmt: skip
 QUICK: dict[str, Any] = {"seeds": (0,), "steps": 4, "documents": 200}
-
-
-@dataclass(frozen=True)
-class CarriedBenchmarkSettings:
-    """What is trained; a value that cannot be trained raises a ValueError with one sentence.
-
-    Attributes:
-        seeds: one pair of runs per seed.
-        steps: optimiser steps of every run.
-        documents: that are trained on.
-        threads: CPU threads.
-    """
-
-    seeds: tuple[int, ...] = (0, 1, 2)
-    steps: int = 1000
-    documents: int = 20_000
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        require_whole(steps=self.steps, threads=self.threads)
-        require_whole(ROWS, documents=self.documents)
-        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
-            raise ValueError(f"seeds is {list(self.seeds)}; expected one or more different numbers of at least 0")
 
 
 def document(draw: random.Random) -> str:

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from titans.bench.settings import FlopsSettings
 from titans.bench.timing import Progress, about, new_report
 from titans.layers.attention import PIECE, PIECE_WINDOWS
 from titans.ops.attention import MIN_BLOCK, SEGMENT_BLOCK
 from titans.ops.dual import CACHED_NUMBERS, GRAPH_NUMBERS
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.words import require_whole
 
 if TYPE_CHECKING:
     from titans.models import TitansConfig, TitansForCausalLM
@@ -349,37 +349,6 @@ def _window_pairs(time: int, window: int, prefix: int, past: int = 0) -> int:
     tail = (time - head) % block
     pairs += (time - head - tail) * (prefix + (reach + 1) * block)
     return pairs + tail * (prefix + window - 1 + tail)
-
-
-@dataclass(frozen=True)
-class FlopsSettings:
-    """Which training run is counted; a value that cannot be counted raises a ValueError with one sentence.
-
-    Attributes:
-        model, size: a name of ``NAMES``, and a size of ``configs/``.
-        length, batch: tokens per sequence, and sequences that a GPU works on at a time.
-        tokens: of the whole run.
-        chunk_size, first_order: of the memory.
-        vocab_size: of the model; None: that of its size.
-        checkpointing: gradient checkpointing.
-    """
-
-    model: str = "mac"
-    size: str = "760m"
-    length: int = 4096
-    batch: int = 4
-    tokens: float = 30e9
-    chunk_size: int = 64
-    vocab_size: int | None = None
-    first_order: bool = False
-    checkpointing: bool = True
-
-    def __post_init__(self) -> None:
-        if self.model not in NAMES:
-            raise ValueError(f"model is {self.model!r}; the formula is for {', '.join(NAMES)}")
-        require_whole(length=self.length, batch=self.batch, chunk_size=self.chunk_size)
-        if not self.tokens > 0:
-            raise ValueError(f"tokens is {self.tokens}; expected a positive number")
 
 
 def flops_report(settings: FlopsSettings, progress: Progress | None = None) -> dict[str, Any]:

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from titans.bench.flops import MemoryShape, memory_flops, rule_flops
+from titans.bench.settings import MemoryBenchmarkSettings
 from titans.bench.timing import (
     REFERENCE,
     REFERENCE_MAX_STEP,
     Progress,
     about,
-    check_lengths,
-    check_names,
     choose_names,
     dense,
     in_fresh_process,
@@ -42,7 +41,6 @@ from titans.bench.timing import (
     timing,
 )
 from titans.report.page import Figure, Section, Table
-from titans.words import require_whole
 
 QUICK: dict[str, Any] = {
     "lengths": (128, 256), "repeats": 1, "recurrent_max_length": 128, "gemm_size": 256, "peak_memory": False,
@@ -50,66 +48,7 @@ QUICK: dict[str, Any] = {
 COARSE = f"{REFERENCE}-coarse"
 FORWARD, BOTH = "forward", "forward+backward"
 PASSES = (FORWARD, BOTH)
-GEMM_SIZE = 1024
 SCALING_LENGTH = 2048
-
-
-@dataclass(frozen=True)
-class MemoryBenchmarkSettings:
-    """What is measured; a value that cannot be measured raises a ValueError with one sentence.
-
-    Attributes:
-        dim, heads, depth: width of the model, number of memories, layers of each memory (all dim / heads wide).
-        chunk_size: tokens that share one gradient anchor (the exact rule has none, and chooses its own tile).
-        batch, lengths: sequences per call, and tokens per sequence, one measurement for each length.
-        repeats: rounds of timing; the token-by-token definition takes part in the first two.
-        threads: CPU threads of every contender.
-        only: names of the contenders to run; empty: all of them.
-        recurrent_max_length, reference_max_length: longest length for the definition, and for titans-pytorch.
-        peak_memory: whether to measure peak memory (one fresh process per figure).
-        gemm_size: side of the square float32 product whose rate is the yardstick.
-    """
-
-    dim: int = 256
-    heads: int = 4
-    depth: int = 2
-    chunk_size: int = 64
-    batch: int = 1
-    lengths: tuple[int, ...] = (512, 2048, 8192, 32768)
-    repeats: int = 5
-    threads: int = 1
-    only: tuple[str, ...] = ()
-    recurrent_max_length: int = 512
-    reference_max_length: int = 2048
-    peak_memory: bool = True
-    gemm_size: int = GEMM_SIZE
-
-    def __post_init__(self) -> None:
-        counts = ("dim", "heads", "depth", "chunk_size", "batch", "repeats", "threads", "gemm_size")
-        limits = ("recurrent_max_length", "reference_max_length")
-        require_whole(**{name: getattr(self, name) for name in (*counts, *limits)})
-        if self.dim % self.heads:
-            raise ValueError(f"dim is {self.dim} and heads is {self.heads}; expected heads to divide dim")
-        object.__setattr__(self, "lengths", check_lengths("lengths", self.lengths))
-        check_names("only", self.only, CONTENDERS)
-
-    @property
-    def head_width(self) -> int:
-        return self.dim // self.heads
-
-    @property
-    def shape(self) -> MemoryShape:
-        """Of our chunked module."""
-        return MemoryShape(self.dim, self.heads, (self.head_width,) * (self.depth + 1), self.chunk_size)
-
-    def lengths_of(self, contender: Contender) -> tuple[int, ...]:
-        """The lengths at which a contender runs."""
-        limit = max(self.lengths)
-        if contender.package == REFERENCE:
-            limit = self.reference_max_length
-        elif contender.name == "recurrent":
-            limit = self.recurrent_max_length
-        return tuple(length for length in self.lengths if length <= limit)
 
 
 @dataclass(frozen=True)
@@ -254,13 +193,23 @@ CONTENDERS: dict[str, Contender] = {
 }
 
 
+def lengths_of(settings: MemoryBenchmarkSettings, contender: Contender) -> tuple[int, ...]:
+    """The lengths at which a contender runs."""
+    limit = max(settings.lengths)
+    if contender.package == REFERENCE:
+        limit = settings.reference_max_length
+    elif contender.name == "recurrent":
+        limit = settings.recurrent_max_length
+    return tuple(length for length in settings.lengths if length <= limit)
+
+
 def choose_contenders(settings: MemoryBenchmarkSettings) -> tuple[list[Contender], list[str]]:
     """The contenders that will run, and one sentence for everything worth knowing about the choice."""
     packages = {name: contender.package for name, contender in CONTENDERS.items()}
     names, notices = choose_names(packages, settings.only, reference_version())
     chosen = []
     for contender in (CONTENDERS[name] for name in names):
-        if settings.lengths_of(contender):
+        if lengths_of(settings, contender):
             chosen.append(contender)
         else:
             limit = "recurrent" if contender.name == "recurrent" else "reference"
@@ -274,7 +223,8 @@ def choose_contenders(settings: MemoryBenchmarkSettings) -> tuple[list[Contender
 
 def needed_flops(name: str, settings: MemoryBenchmarkSettings, length: int, which: str) -> int | None:
     """Operations that a pass of a contender needs, without what it recomputes; None: there is no formula for it."""
-    shape = settings.shape
+    widths = (settings.head_width,) * (settings.depth + 1)
+    shape = MemoryShape(settings.dim, settings.heads, widths, settings.chunk_size)
     if name == "chunked":
         parts = list(memory_flops(shape, length, settings.batch).values())
     elif name == "chunked-op":
@@ -317,7 +267,7 @@ def _time_pass(subject: Subject, inputs: tuple[Tensor, ...], which: str) -> floa
     return seconds
 
 
-def gemm_flops_per_second(size: int = GEMM_SIZE, repeats: int = 3) -> float:
+def gemm_flops_per_second(size: int, repeats: int = 3) -> float:
     """The best measured rate of a float32 product of two size x size matrices, on torch's current threads."""
     a, b, out = torch.randn(size, size), torch.randn(size, size), torch.empty(size, size)
     best = float("inf")
@@ -354,7 +304,7 @@ class _Run:
     def __init__(self, settings: MemoryBenchmarkSettings, progress: Progress | None) -> None:
         self.settings, self.progress = settings, progress
         self.contenders, self.notices = choose_contenders(settings)
-        self.plan = [(c, n) for n in settings.lengths for c in self.contenders if n in settings.lengths_of(c)]
+        self.plan = [(c, n) for n in settings.lengths for c in self.contenders if n in lengths_of(settings, c)]
         self.failed: dict[str, int] = {}
         self.total = sum(len(PASSES) * (self.rounds(c) + settings.peak_memory) for c, _ in self.plan)
         self.done = 0

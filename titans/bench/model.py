@@ -27,14 +27,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.bench.settings import ModelBenchmarkSettings
 from titans.bench.timing import (
     REFERENCE,
     REFERENCE_MAX_STEP,
     Progress,
     about,
     available_memory,
-    check_lengths,
-    check_names,
     choose_names,
     dense,
     in_fresh_process,
@@ -50,9 +49,7 @@ from titans.bench.timing import (
     times_text,
     timing,
 )
-from titans.layers.memory import MODES
 from titans.report.page import Figure, Section, Table
-from titans.words import nearest, require_whole
 
 QUICK: dict[str, Any] = {
     "dim": 64, "layers": 2, "window": 32, "segment": 32, "lengths": (64, 128), "decode_positions": (32, 64),
@@ -69,85 +66,6 @@ CHUNK_SIZE = 64  # of the chunked rule, unless given
 PIECE = 1024  # tokens that are read at a time on the way to a far position
 START_SECONDS = 60  # what a fresh process may take before it gets to work
 MEMORY_SHARE = 0.75  # of what is free at the start, the most that a contender may take unless told otherwise
-
-
-@dataclass(frozen=True)
-class ModelBenchmarkSettings:
-    """What is measured; a value that cannot be measured raises a ValueError with one sentence.
-
-    Attributes:
-        dim, layers, heads, vocab_size: of every model; heads are those of the attention and of the memory.
-        parameters: of every model, about; None: what MAC has with a feed-forward layer of 8/3 dim.
-        memory_mode, memory_depth, chunk_size: rule, layers and chunk (exact: tile) of our memories; chunk None: the
-            default.
-        window, segment, persistent: tokens that MAG and MAL attend to, tokens of a MAC segment, persistent tokens.
-        batch, lengths: sequences per call, and tokens per sequence in training and prefill.
-        decode_positions, decode_tokens: where decoding is timed, and how many tokens a round decodes there.
-        measures: what to measure, among train, prefill and decode.
-        repeats, threads: rounds of timing, and CPU threads of every contender.
-        only: names of the contenders to run; empty: all of them.
-        max_seconds: the longest that one measurement may take, or reading up to a position.
-        max_memory: GiB that one measurement may take; None: three quarters of what is free at the start.
-        peak_memory: whether to measure peak memory (one fresh process per figure).
-    """
-
-    dim: int = 256
-    layers: int = 4
-    heads: int = 4
-    vocab_size: int = 256
-    parameters: int | None = None
-    memory_mode: str = "exact"
-    memory_depth: int = 2
-    chunk_size: int | None = None
-    window: int = 256
-    segment: int = 128
-    persistent: int = 16
-    batch: int = 1
-    lengths: tuple[int, ...] = (512, 2048, 8192, 16384, 32768)
-    decode_positions: tuple[int, ...] = (1000, 100_000)
-    decode_tokens: int = 64
-    measures: tuple[str, ...] = MEASURES
-    repeats: int = 3
-    threads: int = 1
-    only: tuple[str, ...] = ()
-    max_seconds: float = 600.0
-    max_memory: float | None = None
-    peak_memory: bool = True
-
-    def __post_init__(self) -> None:
-        counts = ("dim", "layers", "heads", "vocab_size", "memory_depth", "window", "segment", "batch")
-        given = [name for name in ("parameters", "chunk_size") if getattr(self, name) is not None]
-        rounds = ("decode_tokens", "repeats", "threads")
-        require_whole(**{name: getattr(self, name) for name in (*counts, *given, *rounds)})
-        require_whole(0, persistent=self.persistent)
-        if self.dim % self.heads or self.dim // self.heads % 2:
-            raise ValueError(
-                f"dim is {self.dim} and heads is {self.heads}; expected heads to divide dim into even widths"
-            )
-        if self.memory_mode not in MODES:
-            raise ValueError(f"memory_mode is {self.memory_mode!r}: {nearest(self.memory_mode, MODES)}")
-        check_names("only", self.only, CONTENDERS)
-        if not self.measures:
-            raise ValueError(f"measures is empty; expected some of {', '.join(MEASURES)}")
-        check_names("measures", self.measures, MEASURES)
-        for name in ("max_seconds", "max_memory"):
-            value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} is {value}; expected a positive number")
-        for name in ("lengths", "decode_positions"):
-            object.__setattr__(self, name, check_lengths(name, getattr(self, name)))
-        if {TRAIN, PREFILL} & set(self.measures) and self.lengths[0] < 2:
-            raise ValueError(f"lengths has {self.lengths[0]}; expected at least 2, a token and the next")
-        for name in ("only", "measures"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-
-    @property
-    def head_width(self) -> int:
-        return self.dim // self.heads
-
-    def lengths_of(self, measure: str) -> tuple[int, ...]:
-        """The lengths, or positions, at which something is measured."""
-        return self.decode_positions if measure == DECODE else self.lengths
 
 
 @dataclass(frozen=True)

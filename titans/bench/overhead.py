@@ -11,7 +11,6 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader
 
+from titans.bench.settings import OverheadBenchmarkSettings
 from titans.bench.timing import Progress, about, answer_of, new_report
 from titans.files import METRICS
 from titans.report.page import Figure, Section, Table
@@ -30,42 +30,19 @@ from titans.training.config import TrainConfig
 from titans.training.data import collate
 from titans.training.prepare import prepare
 from titans.training.run import make_rows, open_data, train
-from titans.words import require_whole
 
 LENGTH, ROWS = 256, 4  # tokens of a sequence, sequences of a step
 TEXT = 200_000  # characters of the text that is made if no data are given
 QUICK: dict[str, Any] = {"size": "1m", "steps": 4, "rounds": 1}
 
 
-@dataclass(frozen=True)
-class OverheadBenchmarkSettings:
-    """What is trained; a value that cannot be trained raises a ValueError with one sentence.
-
-    Attributes:
-        data: a prepared folder; None: random letters.
-        model, size: as in a training config.
-        steps, rounds: steps of a run, and runs of each loop.
-        threads: CPU threads.
-    """
-
-    data: str | None = None
-    model: str = "mag"
-    size: str = "1.5m"
-    steps: int = 30
-    rounds: int = 5
-    threads: int = 1
-
-    def __post_init__(self) -> None:
-        require_whole(3, steps=self.steps)
-        require_whole(rounds=self.rounds, threads=self.threads)
-
-    def config(self, data: str, output: str) -> TrainConfig:
-        """Of one run."""
-        return TrainConfig(
-            model={"name": self.model, "size": self.size}, data=data, output=output, length=LENGTH,
-            batch_tokens=ROWS * LENGTH, micro_batch=ROWS, steps=self.steps, learning_rate=1e-3,
-            log_every=self.steps // 3, eval_every=0, save_every=10 * self.steps, trackers=[],
-        )  # fmt: skip
+def make_config(settings: OverheadBenchmarkSettings, data: str, output: str) -> TrainConfig:
+    """Of one run."""
+    return TrainConfig(
+        model={"name": settings.model, "size": settings.size}, data=data, output=output, length=LENGTH,
+        batch_tokens=ROWS * LENGTH, micro_batch=ROWS, steps=settings.steps, learning_rate=1e-3,
+        log_every=settings.steps // 3, eval_every=0, save_every=10 * settings.steps, trackers=[],
+    )  # fmt: skip
 
 
 def with_trainer(config: TrainConfig) -> float:
@@ -98,7 +75,7 @@ def _round(job: dict[str, Any]) -> dict[str, Any]:
     """One run of each loop, in this process."""
     settings = OverheadBenchmarkSettings(**job["settings"])
     torch.set_num_threads(settings.threads)
-    config = settings.config(job["data"], job["output"])
+    config = make_config(settings, job["data"], job["output"])
     found = {"trainer": with_trainer(config), "bare": bare(config)}
     return found | {"ratio": found["trainer"] / found["bare"]}
 
@@ -113,7 +90,7 @@ def run_overhead_benchmark(settings: OverheadBenchmarkSettings, progress: Progre
     rounds = []
     with tempfile.TemporaryDirectory() as folder:
         data = settings.data or str(_random_letters(Path(folder)))
-        open_data(settings.config(data, ""))  # said now, and not by a process
+        open_data(make_config(settings, data, ""))  # said now, and not by a process
         for number in range(settings.rounds):
             if progress is not None:
                 progress(number, settings.rounds, f"round {number + 1}")

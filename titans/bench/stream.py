@@ -20,7 +20,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -29,11 +29,11 @@ import torch
 from torch import Tensor
 
 from titans import MemoryState, NeuralMemory
-from titans.bench.timing import Progress, about, check_names, in_fresh_process, new_report, resident_bytes
+from titans.bench.settings import StreamBenchmarkSettings
+from titans.bench.timing import Progress, about, in_fresh_process, new_report, resident_bytes
 from titans.files import write_json
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.words import require_whole
 
 BOUNDS_CALL = 512  # tokens per call of `bounds`: the norms are looked at after each
 WARM_UP = 10  # calls before memory in use is taken as a base
@@ -65,32 +65,6 @@ QUICK: dict[str, Any] = {
     "tokens": 4096, "decode_tokens": 200, "call": 128,
     "only": ("stream-chunked-1", "decode-chunked-1", "bounds-default-exact-1"),
 }  # fmt: skip
-
-
-@dataclass(frozen=True)
-class StreamBenchmarkSettings:
-    """What is read; a value that cannot be measured raises a ValueError with one sentence.
-
-    Attributes:
-        tokens: length of every stream.
-        decode_tokens: tokens that are read one at a time.
-        call: tokens per call of the runs named stream.
-        only: the runs, among ``RUNS``; empty: all of them.
-    """
-
-    tokens: int = 1_000_000
-    decode_tokens: int = 20_000
-    call: int = 4096
-    only: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        check_names("only", self.only, RUNS)
-        require_whole(call=self.call)
-        chosen = self.only or RUNS
-        if any(run.startswith("stream") for run in chosen):
-            require_whole(2 * WARM_UP * self.call, tokens=self.tokens)
-        require_whole(BOUNDS_CALL, tokens=self.tokens)
-        require_whole(2 * WARM_UP, decode_tokens=self.decode_tokens)
 
 
 def make_memory(setting: str, mode: str, depth: int, dim: int = BOUNDS_DIM, seed: int = 0) -> NeuralMemory:

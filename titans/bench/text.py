@@ -15,7 +15,6 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +22,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from titans.bench.settings import TextBenchmarkSettings
 from titans.bench.timing import Progress, about, new_report, work_folder
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.index import Selection, nearest_exact
 from titans.text.memory import Memory
-from titans.words import require_whole
 
 LONGEST = 300  # characters; longer sentences are cut at a comma or semicolon
 SHORT = 60  # characters of a short text, such as a line of a conversation
@@ -40,33 +39,6 @@ USER = "reader"
 STORE, WRITTEN = "Search, deletion and size", "Records written per second"  # titles of sections
 WRITES = {"sentences": "with_encoding", "short texts": "short_with_encoding", "known vectors": "without_encoding"}
 QUICK: dict[str, Any] = {"records": 200, "queries": 10, "batch": 20}
-
-
-@dataclass(frozen=True)
-class TextBenchmarkSettings:
-    """What is remembered and asked; a value that cannot be measured raises a ValueError with one sentence.
-
-    Attributes:
-        texts: a folder of text files.
-        records: sentences to remember.
-        queries: searches that are timed.
-        batch: texts of the comparison between one by one and a batch.
-        threads: CPU threads; None: PyTorch's choice.
-    """
-
-    texts: str
-    records: int = 100_000
-    queries: int = 300
-    batch: int = 1000
-    threads: int | None = None
-
-    def __post_init__(self) -> None:
-        require_whole(2, records=self.records)
-        require_whole(queries=self.queries, batch=self.batch)
-        if self.threads is not None:
-            require_whole(threads=self.threads)
-        if not Path(self.texts).is_dir():
-            raise ValueError(f"texts is {self.texts}, which is no folder; expected a folder of .txt files")
 
 
 def sentences(file: Path) -> list[str]:

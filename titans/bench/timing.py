@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,6 @@ import torch
 import titans
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_lines
-from titans.words import nearest
 
 REFERENCE_VERSION = "0.5.5"
 REFERENCE = "titans-pytorch"
@@ -35,24 +34,6 @@ REFERENCE = "titans-pytorch"
 REFERENCE_MAX_STEP = 1e-2
 
 Progress = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
-
-
-def check_lengths(name: str, lengths: Sequence[int]) -> tuple[int, ...]:
-    """The lengths in order; a ValueError if there are none, or two alike, or one below 1."""
-    if not lengths:
-        raise ValueError(f"{name} is empty; expected at least one number of tokens")
-    if min(lengths) < 1:
-        raise ValueError(f"{name} has {min(lengths)}; expected at least 1")
-    if len(set(lengths)) < len(lengths):
-        raise ValueError(f"{name} is {', '.join(map(str, lengths))}; expected each number once")
-    return tuple(sorted(lengths))
-
-
-def check_names(name: str, chosen: Sequence[str], known: Collection[str]) -> None:
-    """Raises a ValueError that names the first of the chosen that is not known, and what it may have meant."""
-    for one in chosen:
-        if one not in known:
-            raise ValueError(f"{name} has {one!r}: {nearest(one, known)}")
 
 
 def reference_version() -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,13 @@ def pairs(items: list[str], option: str) -> dict[str, Any]:
             raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{item}', whose value cannot be read.") from None
         made[name] = value
     return made
+
+
+def single_command(name: str, help: str, function: Callable[..., None]) -> Any:
+    """A command for a group that makes its commands when they are needed."""
+    made = typer.Typer(add_completion=False)
+    made.command(name, help=help)(function)
+    return typer.main.get_command(made)
 
 
 def check_output(path: Path) -> Path:

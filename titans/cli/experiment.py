@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from titans.cli.common import Device, bar, names, numbers, pairs, require
+from titans.cli.common import Device, bar, names, numbers, pairs, require, single_command
 from titans.experiments.recipes import PROGRAMS, SUFFIXES, known_experiments
 from titans.files import locked
 
@@ -254,9 +254,7 @@ def _recipe_command(name: str, about: str) -> Any:
         print_tables(report["results"], Console())
         typer.echo(f"Report: {folder / 'report.html'}, {folder / report['name']}.json and .md")
 
-    made = typer.Typer()
-    made.command(name, help=about)(command)
-    return typer.main.get_command(made)
+    return single_command(name, about, command)
 
 
 @contextmanager

@@ -18,7 +18,8 @@ from rich.live import Live
 from rich.table import Table as Drawn
 
 import titans
-from titans.bench.model import BASELINE, PREFILL, ModelBenchmarkSettings, run_model_benchmark
+from titans.bench.model import BASELINE, PREFILL, run_model_benchmark
+from titans.bench.settings import ModelBenchmarkSettings
 from titans.bench.timing import busy_notices, machine_text
 from titans.evaluation.measure import Evaluation
 from titans.experiments.catalogue import RECALL, SCHEDULE

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import titans
-from titans.bench.model import BASELINE, OURS, TRAIN, ModelBenchmarkSettings, run_model_benchmark
+from titans.bench.model import BASELINE, OURS, TRAIN, run_model_benchmark
+from titans.bench.settings import ModelBenchmarkSettings
 from titans.bench.timing import Progress, speed_figure
 from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Section, Table
