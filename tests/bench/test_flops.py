@@ -9,14 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from titans import NeuralMemory, TitansConfig, TitansForCausalLM
 from titans.bench.flops import (
     GPUS,
     Flops,
     MemoryShape,
-    counted_flops,
     figures,
     flops_report,
     memory_flops,
@@ -50,6 +49,31 @@ def plain(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     library.cache_clear()
     yield
     library.cache_clear()
+
+
+def counted_flops(model: TitansForCausalLM, ids: torch.Tensor, checkpointing: bool = False) -> tuple[int, int]:
+    """What PyTorch counts for the forward and for the backward pass of ``model`` over ``ids`` (batch, time)."""
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+
+    def attend(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+        return int(sdpa_flop_count(q, k, v))
+
+    def attend_backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
+        return int(sdpa_backward_flop_count(grad, q, k, v))
+
+    aten = torch.ops.aten
+    of_a_cpu = {  # its attention, which the counter does not know
+        aten._scaled_dot_product_flash_attention_for_cpu: attend,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: attend_backward,
+    }
+    with FlopCounterMode(display=False, custom_mapping=of_a_cpu) as counter:
+        loss = model(ids, labels=ids, use_cache=False).loss
+        forward = counter.get_total_flops()
+        loss.backward()
+    model.zero_grad()
+    return forward, counter.get_total_flops() - forward
 
 
 def count(memory: NeuralMemory, time: int, batch: int) -> tuple[int, int]:

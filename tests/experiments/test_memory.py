@@ -19,13 +19,13 @@ def test_capacities_that_were_measured_before_an_interruption_are_kept(
 ) -> None:
     asked: list[dict[str, Any]] = []
 
-    def measure(row: dict[str, Any]) -> dict[str, Any]:
+    def measure(**row: Any) -> dict[str, Any]:
         asked.append(row)
         if len(asked) == 4:
             raise KeyboardInterrupt
         return row | {"capacity": len(asked)}
 
-    monkeypatch.setattr(memory, "measure_capacity", measure)
+    monkeypatch.setattr(memory, "capacity", measure)
     decay = {"rows": [{"alpha": 0.0, "eta": 0.0, "writes": count, "left": 1.0} for count in (0, 4)]}
     monkeypatch.setattr(memory, "decay_of_association", lambda samples: decay)
     with pytest.raises(KeyboardInterrupt):

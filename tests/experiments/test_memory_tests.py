@@ -27,8 +27,7 @@ TASK = Recall(pairs=4, num_keys=16, num_values=16, num_fillers=16, lengths=(32,)
 
 
 def pairs_held(**settings: Any) -> int:
-    [row] = capacity(**{"depths": (1,), "widths": (16,), "etas": (0.0,), "seeds": 4, **settings})["rows"]
-    count: int = row["capacity"]
+    count: int = capacity(**{"depth": 1, "width": 16, "seeds": 4, **settings})["capacity"]
     return count
 
 
@@ -40,9 +39,8 @@ def model(variant: str = "lmm", **fields: Any) -> TitansForCausalLM:
 
 
 def test_each_depth_width_and_momentum_has_a_row_and_a_wider_memory_holds_more() -> None:
-    result = capacity(depths=(1, 2), widths=(8, 16, 32), seeds=4)
-    rows = result["rows"]
-    json.dumps(result, allow_nan=False)
+    rows = [capacity(d, w, eta, seeds=4) for d in (1, 2) for w in (8, 16, 32) for eta in (0.0, 0.9)]
+    json.dumps(rows, allow_nan=False)
     cells = [(row["depth"], row["width"], row["eta"], row["weights"]) for row in rows]
     assert cells == [(d, w, eta, d * w * w) for d in (1, 2) for w in (8, 16, 32) for eta in (0.0, 0.9)]
     for depth, eta in {(row["depth"], row["eta"]) for row in rows}:
@@ -64,7 +62,7 @@ def test_the_capacity_is_the_same_again_and_smaller_for_a_larger_share() -> None
 
 
 def test_pairs_that_are_written_more_often_are_held_better() -> None:
-    assert pairs_held(depths=(2,), passes=8) > 1.5 * pairs_held(depths=(2,))
+    assert pairs_held(depth=2, passes=8) > 1.5 * pairs_held(depth=2)
 
 
 def test_the_best_step_counts() -> None:
@@ -161,12 +159,12 @@ def test_the_mean_of_a_part_is_that_of_its_values() -> None:
 
 
 def test_wrong_arguments_are_refused_in_one_sentence() -> None:
-    with pytest.raises(ValueError, match="depths is empty; expected at least one number"):
-        capacity(depths=())
+    with pytest.raises(ValueError, match="thetas is empty; expected at least one number"):
+        capacity(1, 8, thetas=())
     with pytest.raises(ValueError, match="seeds is 0; expected at least 1"):
-        capacity(seeds=0)
+        capacity(1, 8, seeds=0)
     with pytest.raises(ValueError, match=r"share is 1\.5; expected more than 0 and at most 1"):
-        capacity(share=1.5)
+        capacity(1, 8, share=1.5)
     with pytest.raises(ValueError, match="writes has -1; expected at least 0"):
         decay_of_association(writes=(-1,))
     with pytest.raises(ValueError, match="samples is 0; expected at least 1"):

@@ -22,11 +22,12 @@ import numpy as np
 import torch
 
 from titans.bench.settings import CarriedBenchmarkSettings
-from titans.bench.timing import Progress, about, answer_of, new_report, work_folder
+from titans.bench.timing import about, answer_of, new_report, work_folder
 from titans.files import RUN
 from titans.models import TitansForCausalLM
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
+from titans.report.progress import Progress, silent
 from titans.tasks.prepared import DESCRIPTION, TokenStore, load_prepared
 from titans.training.config import TrainConfig
 from titans.training.prepare import prepare
@@ -98,7 +99,7 @@ def _train_and_recall(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_carried_benchmark(
-    settings: CarriedBenchmarkSettings, progress: Progress | None = None, out: Path | None = None
+    settings: CarriedBenchmarkSettings, progress: Progress = silent, out: Path | None = None
 ) -> dict[str, Any]:
     """Train with memory carried and without; returns the report, a dict that is ready for JSON.
 
@@ -112,15 +113,13 @@ def run_carried_benchmark(
     with work_folder(out) as folder:
         data = make_data(folder, settings.documents)
         for index, (way, carry, seed) in enumerate(runs):
-            if progress is not None:
-                progress(index, len(runs), f"training, memory {way}, seed {seed}")
+            progress(index, len(runs), f"training, memory {way}, seed {seed}")
             job = {
                 "data": str(data), "output": str(folder / "runs" / f"{way.replace(' ', '-')}-{seed}"), "carry": carry,
                 "seed": seed, "steps": settings.steps, "threads": settings.threads,
             }  # fmt: skip
             rows.append({"memory": way, "seed": seed, **answer_of(_train_and_recall, job, settings.threads)})
-    if progress is not None:
-        progress(len(runs), len(runs), "done")
+    progress(len(runs), len(runs), "done")
     return report | {"chance": 1 / len(VALUES), "rows": rows}
 
 

@@ -1,32 +1,27 @@
-"""Floating-point operations of a memory and of training a model: a formula, and PyTorch's count of what really runs.
+"""Floating-point operations of a memory and of training a model, by a formula.
 
-Both count the products of matrices and the convolutions, a multiplication and an addition as two; norms, activations
-and gates are left out. The formula is for the chunked rule in PyTorch's own operations, as a GPU runs it;
-``tests/bench/test_flops.py`` holds it to the count.
+It counts the products of matrices and the convolutions, a multiplication and an addition as two; norms, activations
+and gates are left out. It is for the chunked rule in PyTorch's own operations, as a GPU runs it;
+``tests/bench/test_flops.py`` holds it to PyTorch's count of what really runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-
 from titans.bench.settings import FlopsSettings
-from titans.bench.timing import Progress, about, new_report
+from titans.bench.timing import about, new_report
 from titans.layers.attention import PIECE, PIECE_WINDOWS
 from titans.ops.attention import MIN_BLOCK, SEGMENT_BLOCK
 from titans.ops.dual import CACHED_NUMBERS, GRAPH_NUMBERS
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
+from titans.report.progress import Progress, silent
 
 if TYPE_CHECKING:
-    from titans.models import TitansConfig, TitansForCausalLM
+    from titans.models import TitansConfig
 
 NAMES = ("lmm", "mac", "mag", "mal", "sliding-window")
 PARTS = ("linear", "head", "attention", "memory", "convolution")
@@ -134,41 +129,6 @@ def training_flops(config: TitansConfig, length: int, batch: int = 1, checkpoint
             layer[part] = flops + Flops(recomputed=flops.forward - (last if part == "linear" else 0))
     head = _product(batch * length, config.hidden_size, config.vocab_size)
     return {part: layer[part] * config.num_hidden_layers + (head if part == "head" else Flops()) for part in PARTS}
-
-
-def counted_flops(model: TitansForCausalLM, ids: Tensor, checkpointing: bool = False) -> tuple[int, int]:
-    """What PyTorch counts for the forward and for the backward pass of ``model`` over ``ids`` (batch, time).
-
-    Compiled loops are not seen: run it with ``TITANS_NATIVE=0``.
-    """
-    model.train()
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-    with _counter() as counter:
-        loss = model(ids, labels=ids, use_cache=False).loss
-        forward = counter.get_total_flops()
-        loss.backward()
-    model.zero_grad()
-    return forward, counter.get_total_flops() - forward
-
-
-@contextmanager
-def _counter() -> Iterator[FlopCounterMode]:
-    """PyTorch's counter, taught the attention of a CPU."""
-
-    def attend(q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-        return int(sdpa_flop_count(q, k, v))
-
-    def attend_backward(grad: Any, q: Any, k: Any, v: Any, *args: Any, **kwargs: Any) -> int:
-        return int(sdpa_backward_flop_count(grad, q, k, v))
-
-    aten = torch.ops.aten
-    known = {
-        aten._scaled_dot_product_flash_attention_for_cpu: attend,
-        aten._scaled_dot_product_flash_attention_for_cpu_backward: attend_backward,
-    }
-    with FlopCounterMode(display=False, custom_mapping=known) as counter:
-        yield counter
 
 
 def _check(config: TitansConfig, length: int, batch: int) -> None:
@@ -351,7 +311,7 @@ def _window_pairs(time: int, window: int, prefix: int, past: int = 0) -> int:
     return pairs + tail * (prefix + window - 1 + tail)
 
 
-def flops_report(settings: FlopsSettings, progress: Progress | None = None) -> dict[str, Any]:
+def flops_report(settings: FlopsSettings, progress: Progress = silent) -> dict[str, Any]:
     """Operations per token of a model, and what a run takes on known GPUs: a dict that is ready for JSON."""
     from titans.models import TitansConfig, config_for, count_parameters
 

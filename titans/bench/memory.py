@@ -25,7 +25,6 @@ from titans.bench.settings import MemoryBenchmarkSettings
 from titans.bench.timing import (
     REFERENCE,
     REFERENCE_MAX_STEP,
-    Progress,
     about,
     choose_names,
     dense,
@@ -41,6 +40,7 @@ from titans.bench.timing import (
     timing,
 )
 from titans.report.page import Figure, Section, Table
+from titans.report.progress import Progress, silent
 
 QUICK: dict[str, Any] = {
     "lengths": (128, 256), "repeats": 1, "recurrent_max_length": 128, "gemm_size": 256, "peak_memory": False,
@@ -301,7 +301,7 @@ Key = tuple[str, int, str]  # contender, length, pass
 class _Run:
     """A benchmark under way: the plan, how far it is, what failed, and what the reader should know."""
 
-    def __init__(self, settings: MemoryBenchmarkSettings, progress: Progress | None) -> None:
+    def __init__(self, settings: MemoryBenchmarkSettings, progress: Progress) -> None:
         self.settings, self.progress = settings, progress
         self.contenders, self.notices = choose_contenders(settings)
         self.plan = [(c, n) for n in settings.lengths for c in self.contenders if n in lengths_of(settings, c)]
@@ -314,8 +314,7 @@ class _Run:
 
     def step(self, what: str, contender: Contender, length: int, which: str) -> bool:
         """Report the next step; False if the contender has failed at this length or a shorter one."""
-        if self.progress is not None:
-            self.progress(self.done, self.total, f"{what} {contender.name}, {length:,} tokens, {which}")
+        self.progress(self.done, self.total, f"{what} {contender.name}, {length:,} tokens, {which}")
         self.done += 1
         return length < self.failed.get(contender.name, length + 1)
 
@@ -364,7 +363,7 @@ class _Run:
         return seconds, gemm
 
 
-def run_memory_benchmark(settings: MemoryBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+def run_memory_benchmark(settings: MemoryBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
     """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON.
 
     Args:
@@ -382,8 +381,7 @@ def run_memory_benchmark(settings: MemoryBenchmarkSettings, progress: Progress |
         seconds, gemm = run.measure_times(subjects)
     finally:
         torch.set_num_threads(previous_threads)
-    if progress is not None:
-        progress(run.total, run.total, "done")
+    progress(run.total, run.total, "done")
 
     results = []
     for key, times in seconds.items():

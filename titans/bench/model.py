@@ -31,7 +31,6 @@ from titans.bench.settings import ModelBenchmarkSettings
 from titans.bench.timing import (
     REFERENCE,
     REFERENCE_MAX_STEP,
-    Progress,
     about,
     available_memory,
     choose_names,
@@ -50,6 +49,7 @@ from titans.bench.timing import (
     timing,
 )
 from titans.report.page import Figure, Section, Table
+from titans.report.progress import Progress, silent
 
 QUICK: dict[str, Any] = {
     "dim": 64, "layers": 2, "window": 32, "segment": 32, "lengths": (64, 128), "decode_positions": (32, 64),
@@ -417,7 +417,7 @@ Key = tuple[str, str, int]  # contender, measure, length
 class _Run:
     """A benchmark under way: how far it is, how long things are known to take, what was left out and why."""
 
-    def __init__(self, settings: ModelBenchmarkSettings, progress: Progress | None) -> None:
+    def __init__(self, settings: ModelBenchmarkSettings, progress: Progress) -> None:
         self.settings, self.progress = settings, progress
         self.contenders, self.notices = choose_contenders(settings)
         self.places = [(m, n) for m in MEASURES if m in settings.measures for n in settings.lengths_of(m)]
@@ -430,8 +430,7 @@ class _Run:
 
     def step(self, what: str, contender: Contender, measure: str, length: int) -> bool:
         """Report the next step; False if it is left out."""
-        if self.progress is not None:
-            self.progress(self.done, self.total, f"{what} {contender.name}, {measure}, {length:,} tokens")
+        self.progress(self.done, self.total, f"{what} {contender.name}, {measure}, {length:,} tokens")
         self.done += 1
         return not self.is_out(contender, measure, length)
 
@@ -540,7 +539,7 @@ class _Run:
         return self.rounds(places, call)
 
 
-def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
     """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON.
 
     Args:
@@ -563,8 +562,7 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress | N
         seconds = run.time_calls() | run.time_decoding()
     finally:
         torch.set_num_threads(previous_threads)
-    if progress is not None:
-        progress(run.total, run.total, "done")
+    progress(run.total, run.total, "done")
 
     results = []
     for key, times in seconds.items():

@@ -20,10 +20,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from titans.bench.settings import OverheadBenchmarkSettings
-from titans.bench.timing import Progress, about, answer_of, new_report
+from titans.bench.timing import about, answer_of, new_report
 from titans.files import METRICS
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
+from titans.report.progress import Progress, silent
 from titans.training.build import make_model
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
@@ -80,7 +81,7 @@ def _round(job: dict[str, Any]) -> dict[str, Any]:
     return found | {"ratio": found["trainer"] / found["bare"]}
 
 
-def run_overhead_benchmark(settings: OverheadBenchmarkSettings, progress: Progress | None = None) -> dict[str, Any]:
+def run_overhead_benchmark(settings: OverheadBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
     """Time both loops in turns; returns the report, a dict that is ready for JSON.
 
     Args:
@@ -92,12 +93,10 @@ def run_overhead_benchmark(settings: OverheadBenchmarkSettings, progress: Progre
         data = settings.data or str(_random_letters(Path(folder)))
         open_data(make_config(settings, data, ""))  # said now, and not by a process
         for number in range(settings.rounds):
-            if progress is not None:
-                progress(number, settings.rounds, f"round {number + 1}")
+            progress(number, settings.rounds, f"round {number + 1}")
             job = {"settings": report["settings"], "data": data, "output": f"{folder}/{number}"}
             rounds.append(answer_of(_round, job, settings.threads))
-    if progress is not None:
-        progress(settings.rounds, settings.rounds, "done")
+    progress(settings.rounds, settings.rounds, "done")
     return report | {"rounds": rounds, "median": statistics.median(each["ratio"] for each in rounds)}
 
 

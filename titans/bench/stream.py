@@ -30,10 +30,11 @@ from torch import Tensor
 
 from titans import MemoryState, NeuralMemory
 from titans.bench.settings import StreamBenchmarkSettings
-from titans.bench.timing import Progress, about, in_fresh_process, new_report, resident_bytes
+from titans.bench.timing import about, in_fresh_process, new_report, resident_bytes
 from titans.files import write_json
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
+from titans.report.progress import Progress, silent
 
 BOUNDS_CALL = 512  # tokens per call of `bounds`: the norms are looked at after each
 WARM_UP = 10  # calls before memory in use is taken as a base
@@ -311,7 +312,7 @@ def _kept(path: Path, job: dict[str, Any]) -> dict[str, Any] | None:
 
 
 def run_stream_benchmark(
-    settings: StreamBenchmarkSettings, progress: Progress | None = None, out: Path | None = None
+    settings: StreamBenchmarkSettings, progress: Progress = silent, out: Path | None = None
 ) -> dict[str, Any]:
     """Run everything that the settings ask for; returns the report, a dict that is ready for JSON.
 
@@ -323,8 +324,7 @@ def run_stream_benchmark(
     chosen = settings.only or RUNS
     runs = []
     for index, name in enumerate(chosen):
-        if progress is not None:
-            progress(index, len(chosen), name)
+        progress(index, len(chosen), name)
         job = {"run": name, "version": report["version"], **asdict(settings)}
         del job["only"]
         path = None if out is None else out / "runs" / f"{name}.json"
@@ -337,8 +337,7 @@ def run_stream_benchmark(
             if path is not None:
                 write_json(path, done)
         runs.append(done)
-    if progress is not None:
-        progress(len(chosen), len(chosen), "done")
+    progress(len(chosen), len(chosen), "done")
     return report | {"runs": runs}
 
 

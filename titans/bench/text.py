@@ -23,9 +23,10 @@ import numpy as np
 import torch
 
 from titans.bench.settings import TextBenchmarkSettings
-from titans.bench.timing import Progress, about, new_report, work_folder
+from titans.bench.timing import about, new_report, work_folder
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
+from titans.report.progress import Progress, silent
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.index import Selection, nearest_exact
 from titans.text.memory import Memory
@@ -99,7 +100,7 @@ def compare_writes(encoder: TextEncoder, texts: list[str], folder: Path) -> dict
     return {"one_by_one": len(texts) / single, "batch": len(texts) / batch}
 
 
-def build(encoder: TextEncoder, pairs: list[tuple[str, str]], store: Path, progress: Progress | None = None) -> float:
+def build(encoder: TextEncoder, pairs: list[tuple[str, str]], store: Path, progress: Progress = silent) -> float:
     """Make a store of all sentences; returns how many were written per second."""
     files: dict[str, list[str]] = {}
     for name, text in pairs:
@@ -108,8 +109,7 @@ def build(encoder: TextEncoder, pairs: list[tuple[str, str]], store: Path, progr
     with Memory(store, encoder=encoder) as memory:
         for name, texts in files.items():
             for first in range(0, len(texts), PART):
-                if progress is not None:
-                    progress(done, len(pairs), "writing records")
+                progress(done, len(pairs), "writing records")
                 done += len(memory.add_many(texts[first : first + PART], user=USER, session=name))
     return done / (time.perf_counter() - start)
 
@@ -145,7 +145,7 @@ def index_recall(memory: Memory, vectors: np.ndarray) -> float:
 
 
 def run_text_benchmark(
-    settings: TextBenchmarkSettings, progress: Progress | None = None, out: Path | None = None
+    settings: TextBenchmarkSettings, progress: Progress = silent, out: Path | None = None
 ) -> dict[str, Any]:
     """Measure a text memory; returns the report, a dict that is ready for JSON.
 
@@ -167,8 +167,7 @@ def run_text_benchmark(
         short = [text for text in texts if len(text) <= SHORT] or texts
         given = ((real, texts), (real, short), (known, texts))
         for index, (name, (encoder, source)) in enumerate(zip(WRITES.values(), given, strict=True)):
-            if progress is not None:
-                progress(index, len(WRITES), "writing one by one and in a batch")
+            progress(index, len(WRITES), "writing one by one and in a batch")
             some = random.Random(1).sample(source, min(settings.batch, len(source)))
             results |= {f"writes_{how}_{name}": rate for how, rate in compare_writes(encoder, some, folder).items()}
         with tempfile.TemporaryDirectory(dir=folder) as store:

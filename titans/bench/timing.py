@@ -33,8 +33,6 @@ REFERENCE = "titans-pytorch"
 # The coarse settings of titans-pytorch turn to NaN on random input with its default of 1.
 REFERENCE_MAX_STEP = 1e-2
 
-Progress = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
-
 
 def reference_version() -> str | None:
     """The version of titans-pytorch that is installed; None: it is not."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import shlex
-import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import MISSING, dataclass, fields, replace
@@ -15,7 +13,7 @@ from typing import Annotated, Any, get_args, get_origin, get_type_hints
 import typer
 from typer.core import TyperGroup
 
-from titans.cli.common import bar, names, numbers, require, single_command
+from titans.cli.common import bar, names, numbers, one_sentence, require, single_command, this_command
 
 TRAINING = ("transformers", "accelerate", "datasets", "yaml")
 REPORT = "Folder for the report as JSON, Markdown, page and pictures"
@@ -173,8 +171,8 @@ def _run(context: typer.Context, name: str, benchmark: Benchmark, settings: Any,
         out = None if out is None else out / "quick"
     if out is not None:
         require("--out", "matplotlib", "plot")
-    command = shlex.join(["titans", *sys.argv[1:]])
-    try:
+    command = this_command()
+    with one_sentence():
         chosen = settings(**given)
         with nullcontext() if out is None else locked(out, command):
             with bar() as move:
@@ -186,8 +184,6 @@ def _run(context: typer.Context, name: str, benchmark: Benchmark, settings: Any,
                 write_outcome(
                     report, benchmark.title, [replace(part, figures=drawn.get(part.title, ())) for part in parts], out
                 )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     console = Console()
     for part in parts[:-1]:  # the last one repeats the settings
         console.print(part.title, style="bold underline", highlight=False)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +23,20 @@ def require(verb: str, package: str, extra: str) -> None:
     """Refuses a command whose package is not installed, and says which extra installs it."""
     if importlib.util.find_spec(package) is None:
         raise typer.BadParameter(f"{verb} needs {package}: pip install 'titan-memory[{extra}]'.")
+
+
+@contextmanager
+def one_sentence(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator[None]:
+    """An error that says what is wrong with the input becomes one sentence and exit code 2."""
+    try:
+        yield
+    except kinds as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def this_command() -> str:
+    """What was typed, for the results to say what they were made with."""
+    return shlex.join(["titans", *sys.argv[1:]])
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.common import require
+from titans.cli.common import one_sentence, require
 
 
 def demo(
@@ -29,8 +29,5 @@ def demo(
     from titans.experiments.demo import run_demo
     from titans.files import locked
 
-    try:
-        with locked(out_dir, "titans demo"):
-            run_demo(out_dir, seeds=seed, quick=quick)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with one_sentence(), locked(out_dir, "titans demo"):
+        run_demo(out_dir, seeds=seed, quick=quick)

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from titans.cli.common import Device, bar, names, pairs
+from titans.cli.common import Device, bar, names, one_sentence, pairs, require, this_command
 
 
 def evaluate(
@@ -42,8 +39,7 @@ def evaluate(
 ) -> None:
     """Measure a model on tasks. What was measured before is kept, and the report shows all of it."""
     for package in ("transformers", "matplotlib"):
-        if importlib.util.find_spec(package) is None:
-            raise typer.BadParameter(f"eval needs {package}: pip install 'titan-memory[eval]'.")
+        require("eval", package, "eval")
     if list_tasks:
         _show_tasks()
         return
@@ -59,7 +55,7 @@ def evaluate(
     from titans.report.results import load_results, print_tables, write_report
 
     folder = out or results_folder(model)
-    try:
+    with one_sentence():
         evaluation = Evaluation(
             tasks=names(tasks),
             settings=pairs(setting, "--set"),
@@ -68,14 +64,11 @@ def evaluate(
             control=control,
             fields=pairs(field, "--field"),
         )
-        command = shlex.join(["titans", *sys.argv[1:]])
         with bar() as move:
-            run(model, evaluation, folder, device=device, overwrite=overwrite, progress=move, command=command)
+            run(model, evaluation, folder, device=device, overwrite=overwrite, progress=move, command=this_command())
         with locked(folder, "titans eval", WAIT):  # with what another process may have added
             results = load_results([folder])
             page = write_report(results, folder)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     print_tables(results, Console())
     typer.echo(f"Results: {folder / EVAL}\nReport: {page}")
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,12 +11,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from titans.cli.common import Device, bar, names, numbers, pairs, require, single_command
+from titans.cli.common import Device, bar, names, numbers, one_sentence, pairs, require, single_command, this_command
 from titans.experiments.recipes import PROGRAMS, SUFFIXES, known_experiments
 from titans.files import locked
 
 if TYPE_CHECKING:
     from titans.experiments.lm import LMExperiment
+    from titans.report.progress import Move
 
 Data = Annotated[Path, typer.Argument(help="Prepared data with a validation split, see titans prepare.")]
 Out = Annotated[Path, typer.Option(help="Folder of the experiment. Runs that it has are kept.")]
@@ -90,8 +89,7 @@ def lm(
 ) -> None:
     from titans.experiments.lm import MODELS, run_experiment
 
-    out = _folder(out, quick)
-    with _running("lm", out) as move:
+    with _program("lm", out, quick) as (out, move):
         experiment = replace(
             _on_text(data, out, seeds, tokens, field, device, at_a_time),
             models=names(models) or MODELS,
@@ -101,8 +99,7 @@ def lm(
             learning_rate=learning_rate,
             rates=pairs(rate, "--rate"),
         )
-        run_experiment(experiment.quick() if quick else experiment, move, _command())
-    _show("lm", out)
+        run_experiment(experiment.quick() if quick else experiment, move, this_command())
 
 
 @app.command("ablation", help=PROGRAMS["ablation"])
@@ -118,11 +115,9 @@ def ablation(
 ) -> None:
     from titans.experiments.ablation import run_ablation
 
-    out = _folder(out, quick)
-    with _running("ablation", out) as move:
+    with _program("ablation", out, quick) as (out, move):
         language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
-        run_ablation(language, out, move, _command(), quick)
-    _show("ablation", out)
+        run_ablation(language, out, move, this_command(), quick)
 
 
 @app.command("depth", help=PROGRAMS["depth"])
@@ -142,32 +137,26 @@ def depth(
 ) -> None:
     from titans.experiments.depth import LIMIT, run_depth
 
-    out = _folder(out, quick)
-    with _running("depth", out) as move:
+    with _program("depth", out, quick) as (out, move):
         language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
         language, limit = (language.quick(), read) if quick else (language, LIMIT)
-        run_depth(language, out, numbers(depths, "--depths"), read, move, _command(), limit)
-    _show("depth", out)
+        run_depth(language, out, numbers(depths, "--depths"), read, move, this_command(), limit)
 
 
 @app.command("memory", help=PROGRAMS["memory"])
 def memory(out: Out = Path("runs/memory"), quick: Quick = False) -> None:
     from titans.experiments.memory import run_memory
 
-    out = _folder(out, quick)
-    with _running("memory", out) as move:
-        run_memory(out, move, _command(), quick)
-    _show("memory", out)
+    with _program("memory", out, quick) as (out, move):
+        run_memory(out, move, this_command(), quick)
 
 
 @app.command("surprise", help=PROGRAMS["surprise"])
 def surprise(out: Out = Path("runs/surprise"), quick: Quick = False) -> None:
     from titans.experiments.surprise import run_surprise
 
-    out = _folder(out, quick)
-    with _running("surprise", out) as move:
-        run_surprise(out, move, _command(), quick)
-    _show("surprise", out)
+    with _program("surprise", out, quick) as (out, move):
+        run_surprise(out, move, this_command(), quick)
 
 
 @app.command("text-memory", help=PROGRAMS["text-memory"])
@@ -179,11 +168,9 @@ def text_memory(
 ) -> None:
     from titans.experiments.text_memory import TextExperiment, run_text_memory
 
-    out = _folder(out, quick)
-    with _running("text-memory", out) as move:
+    with _program("text-memory", out, quick) as (out, move):
         experiment = TextExperiment(str(data), numbers(seeds, "--seeds"))
-        run_text_memory(experiment.quick() if quick else experiment, out, move, _command())
-    _show("text-memory", out)
+        run_text_memory(experiment.quick() if quick else experiment, out, move, this_command())
 
 
 @app.command("throughput", help=PROGRAMS["throughput"])
@@ -200,13 +187,11 @@ def throughput(
 ) -> None:
     from titans.experiments.throughput import MODELS, run_throughput
 
-    out = _folder(out, quick)
-    with _running("throughput", out) as move:
+    with _program("throughput", out, quick) as (out, move):
         sizes, layers = numbers(lengths, "--lengths"), numbers(depths, "--depths")
         if quick:
             sizes, layers, repeats = (64, 128), layers[:2], 1
-        run_throughput(out, sizes, layers, names(models) or MODELS, repeats, memory_mode, move, _command())
-    _show("throughput", out)
+        run_throughput(out, sizes, layers, names(models) or MODELS, repeats, memory_mode, move, this_command())
 
 
 def _recipe_command(name: str, about: str) -> Any:
@@ -243,14 +228,13 @@ def _recipe_command(name: str, about: str) -> Any:
         from titans.experiments.tasks import run_tasks
         from titans.report.results import print_tables
 
-        folder = _folder(out or Path("runs") / Path(name).stem, quick)
-        with _running(name, folder) as move:
+        with _running(name, out or Path("runs") / Path(name).stem, quick) as (folder, move):
             experiment = find_experiment(name, pairs(setting, "--set")).only(names(models))
             changes = {**pairs(train, "--train"), **({} if device == "auto" else {"device": device})}
             experiment = replace(experiment, train={**experiment.train, **changes}, start=start)
             if seeds is not None:
                 experiment = replace(experiment, seeds=numbers(seeds, "--seeds"))
-            report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, _command())
+            report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, this_command())
         print_tables(report["results"], Console())
         typer.echo(f"Report: {folder / 'report.html'}, {folder / report['name']}.json and .md")
 
@@ -258,13 +242,22 @@ def _recipe_command(name: str, about: str) -> Any:
 
 
 @contextmanager
-def _running(name: str, out: Path) -> Iterator[Callable[[int, int | None, str], None]]:
-    """Keeps other processes out of the folder and shows progress; what is wrong with the input is one sentence."""
-    try:
-        with locked(out, f"titans experiment {name}"), bar() as move:
-            yield move
-    except (ValueError, TypeError) as error:
-        raise typer.BadParameter(str(error)) from error
+def _running(name: str, out: Path, quick: bool) -> Iterator[tuple[Path, Move]]:
+    """The folder of an experiment, where no other process writes, and its progress bar; a quick one is out of the way
+    of a whole one."""
+    out = out / "quick" if quick else out
+    with one_sentence((ValueError, TypeError)), locked(out, f"titans experiment {name}"), bar() as move:
+        yield out, move
+
+
+@contextmanager
+def _program(name: str, out: Path, quick: bool) -> Iterator[tuple[Path, Move]]:
+    """The same; afterwards prints the tables of the experiment, and where all of it is."""
+    with _running(name, out, quick) as (out, move):
+        yield out, move
+    lines = (out / f"{name}.md").read_text(encoding="utf-8").splitlines()
+    typer.echo("\n".join(line for line in lines if not line.startswith("![")))
+    typer.echo(f"Report: {out / 'report.html'}, {out / name}.json and .md")
 
 
 def _on_text(
@@ -277,19 +270,3 @@ def _on_text(
         data=str(data), out=str(out), seeds=numbers(seeds, "--seeds"), tokens=tokens, fields=pairs(field, "--field"),
         device=device, at_a_time=at_a_time,
     )  # fmt: skip
-
-
-def _show(name: str, out: Path) -> None:
-    """Prints the tables of an experiment, and where all of it is."""
-    lines = (out / f"{name}.md").read_text(encoding="utf-8").splitlines()
-    typer.echo("\n".join(line for line in lines if not line.startswith("![")))
-    typer.echo(f"Report: {out / 'report.html'}, {out / name}.json and .md")
-
-
-def _folder(out: Path, quick: bool) -> Path:
-    """Where an experiment goes; a quick one goes where it is not in the way of a whole one."""
-    return out / "quick" if quick else out
-
-
-def _command() -> str:
-    return shlex.join(["titans", *sys.argv[1:]])

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.common import bar, check_output, require
+from titans.cli.common import bar, check_output, one_sentence, require
 
 
 def inspect(
@@ -39,14 +39,12 @@ def inspect(
     from titans.inspection.inspect import inspect_tokens, load_subject
     from titans.inspection.page import render_page, to_json
 
-    try:
+    with one_sentence():
         subject = load_subject(model, seed)
         tokens = subject.tokenize(data)
         total = min(len(tokens), max_tokens)
         with bar("reading", total) as move:
             inspection = inspect_tokens(subject.model, tokens[:total], piece, lambda done: move(done, total, "reading"))
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if len(tokens) > max_tokens:
         typer.echo(f"titans: read the first {max_tokens:,} of {len(tokens):,} tokens (--max-tokens).", err=True)
     page = render_page(inspection, subject, len(tokens))

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from titans.cli.common import bar
+from titans.cli.common import bar, one_sentence
 from titans.cli.prepare import Name, Separator, SkipBad, Sources, Split, TextColumn, check_train_extra, unescape
 
 SAMPLE = 4_000_000  # bytes of text that the trained tokenizer is tried on
@@ -36,7 +36,7 @@ def tokenizer(
     from titans.models.tokenizer import check_new_folder, make_encoder, save_tokenizer, train_tokenizer
     from titans.training.sources import Reading, find_sources, sample_texts
 
-    try:
+    with one_sentence():
         reading = Reading(unescape(separator), text_column, split, name, skip_bad=skip_bad)
         check_new_folder(out)
         found = find_sources(sources, reading, folder=out)
@@ -50,8 +50,6 @@ def tokenizer(
         if not tokens:
             raise ValueError(f"there is no text in {', '.join(sources)}; expected some to learn from.")
         save_tokenizer(trained, out)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if len(trained) < vocab_size:
         typer.echo(f"titans: the text gives {len(trained):,} tokens, and not {vocab_size:,}.", err=True)
     typer.echo(f"{len(trained):,} tokens, {size / tokens:.2f} bytes of text per token")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from titans.cli.common import one_sentence, require
 
 FLAGS = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -23,9 +24,8 @@ def train(
     fields: Annotated[bool, typer.Option("--fields", help="List every field with its default, and exit.")] = False,
 ) -> None:
     """Train a model. Every field of the YAML file is also a flag: --learning-rate 1e-3 --model.size 10m."""
-    missing = [name for name in ("transformers", "datasets", "yaml") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise typer.BadParameter(f"train needs {missing[0]}: pip install 'titan-memory[train]'.")
+    for package in ("transformers", "datasets", "yaml"):
+        require("train", package, "train")
 
     from titans.training.config import describe_fields, load_config
 
@@ -35,14 +35,12 @@ def train(
     flags = list(context.args)
     if config is not None and str(config).startswith("--"):
         flags, config = [str(config), *flags], None
-    try:
+    with one_sentence():
         settings = load_config(config, flags)
 
         from titans.training.run import train as run
 
         result = run(settings, resume=resume, overwrite=overwrite)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     if result.finished:
         peak = result.metrics["peak_memory_gib"]
         typer.echo(f"Model: {result.output} ({result.steps:,} steps; peak memory {peak:.2f} GiB)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Cell, Evaluation, Measure
 from titans.files import EVAL, EVAL_FOLDER, RUN, locked, read_yaml, write_atomically
 from titans.models.loading import bytes_for, load_model, read_config
+from titans.report.progress import Progress, silent
 from titans.report.results import FORMAT
 from titans.words import sentence
 
 WAIT = 60.0  # seconds to wait for another process that is writing results
 Result = dict[str, Any]  # what eval.json holds
 Entry = dict[str, Any]  # one of its tasks
-Progress = Callable[[int, int, str], None]  # groups done, groups in all, the one that is being measured
 
 
 def evaluate(
@@ -32,7 +32,7 @@ def evaluate(
     *,
     device: str = "auto",
     overwrite: bool = False,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     command: str = "",
 ) -> Result:
     """Measures what is not measured yet and returns all results, which are also in ``eval.json`` in ``out``.
@@ -75,9 +75,8 @@ def evaluate(
     versions = {"titans": __version__, "torch": torch.__version__}
     call = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": evaluation.seed, "versions": versions}
     for number, (measure, group) in enumerate(plan):
-        if progress is not None:
-            words = (f"{key} {value}" for key, value in group.items())
-            progress(number, len(plan), ", ".join([measure.name, *words]))
+        words = (f"{key} {value}" for key, value in group.items())
+        progress(number, len(plan), ", ".join([measure.name, *words]))
         start = time.perf_counter()
         cells = measure.measure(loaded, tokenizer, group, evaluation)
         seconds = time.perf_counter() - start
@@ -89,8 +88,7 @@ def evaluate(
             result["tasks"][keys[measure.name]] = entry
             write_atomically(out / EVAL, json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
         anew.discard(keys[measure.name])
-    if progress is not None:
-        progress(len(plan), len(plan), "done")
+    progress(len(plan), len(plan), "done")
     return result
 
 

@@ -13,10 +13,10 @@ from titans.evaluation.measure import CONTROLS
 from titans.experiments.catalogue import find_experiment
 from titans.experiments.lm import LMExperiment, run_experiment
 from titans.experiments.recipes import read_recipe, shipped_recipes
-from titans.experiments.runs import Progress
 from titans.experiments.tasks import TaskExperiment, run_tasks
 from titans.report.outcome import write_outcome
 from titans.report.page import Section, Table, show
+from titans.report.progress import Progress, silent
 from titans.report.results import result_sections
 
 # Table 5 of the paper: perplexity of language modelling, accuracy of reasoning, accuracy over long contexts.
@@ -40,7 +40,7 @@ def language_models() -> dict[str, dict[str, Any]]:
 
 
 def run_ablation(
-    language: LMExperiment, out: Path, progress: Progress | None = None, command: str = "", quick: bool = False
+    language: LMExperiment, out: Path, progress: Progress = silent, command: str = "", quick: bool = False
 ) -> dict[str, Any]:
     """Runs what is not done yet of both halves; writes ablation.json, ablation.md and the page into ``out``.
 

@@ -9,10 +9,11 @@ from typing import Any
 
 from titans.evaluation.measure import Evaluation
 from titans.experiments.lm import LMExperiment, train_models
-from titans.experiments.runs import Job, Progress
+from titans.experiments.runs import Job
 from titans.experiments.tasks import read_result
 from titans.report.outcome import write_outcome
 from titans.report.page import Section, Table, show
+from titans.report.progress import Progress, silent
 from titans.report.results import result_sections
 
 DEPTHS = (1, 2, 3, 4)
@@ -25,7 +26,7 @@ def run_depth(
     out: Path,
     depths: Sequence[int] = DEPTHS,
     read: int = READ,
-    progress: Progress | None = None,
+    progress: Progress = silent,
     command: str = "",
     limit: int = LIMIT,
 ) -> dict[str, Any]:

@@ -11,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from titans.evaluation.measure import Evaluation
-from titans.experiments.runs import Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
+from titans.experiments.runs import Job, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import METRICS, RESULT
 from titans.models.baselines import NAMES, SIZES
 from titans.models.configuration import VARIANTS
 from titans.report.outcome import read_figures, write_outcome
 from titans.report.page import Figure, Section, Table, show
 from titans.report.plots import Curve, plot_dots, plot_lines
+from titans.report.progress import Progress, silent
 from titans.tasks.prepared import load_prepared
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
@@ -139,20 +140,18 @@ class LMExperiment:
         )
 
 
-def run_experiment(experiment: LMExperiment, progress: Progress | None = None, command: str = "") -> dict[str, Any]:
+def run_experiment(experiment: LMExperiment, progress: Progress = silent, command: str = "") -> dict[str, Any]:
     """Trains what is not trained yet; writes lm.json, lm.md, the page and its figures into the experiment's folder.
 
     Runs that were interrupted go on; those that are complete, and were made with the same settings, are kept. A
     ``ValueError`` says what is wrong before anything is trained.
     """
     report = train_models(experiment, progress) | {"command": command}
-    write_outcome(
-        report, "Language modelling at equal parameters and tokens", [lm_section(report)], Path(experiment.out)
-    )
+    write_outcome(report, TITLE, [lm_section(report)], Path(experiment.out))
     return report
 
 
-def train_models(experiment: LMExperiment, progress: Progress | None = None) -> dict[str, Any]:
+def train_models(experiment: LMExperiment, progress: Progress = silent) -> dict[str, Any]:
     """Trains what is not trained yet; returns every run's figures and their summary."""
     prepared = load_prepared(experiment.data)
     if "validation" not in prepared.splits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from titans.models import TitansConfig, TitansForCausalLM
 from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_lines
+from titans.report.progress import Progress, silent
 from titans.tasks.recall import Recall
 
 Row = dict[str, Any]
@@ -35,9 +36,7 @@ PASSES = (1, 16)  # how often the pairs are written
 FACTS = {NEW: "a new fact", AGAIN: "a repeated one", CHANGED: "a changed one"}
 
 
-def run_memory(
-    out: Path, progress: Callable[[int, int, str], None] | None = None, command: str = "", quick: bool = False
-) -> dict[str, Any]:
+def run_memory(out: Path, progress: Progress = silent, command: str = "", quick: bool = False) -> dict[str, Any]:
     """Measures what is not measured yet; writes memory.json, memory.md, the page and its figures into ``out``.
 
     Results in memory.json that the same version made with the same settings are kept.
@@ -54,10 +53,9 @@ def run_memory(
         "capacity": kept.get("capacity", []), "decay": kept.get("decay", []), "surprise": kept.get("surprise", []),
     }  # fmt: skip
     for number, asked in enumerate(plan):
-        if progress is not None:
-            progress(number, len(plan), f"capacity at depth {asked['depth']}, width {asked['width']}")
+        progress(number, len(plan), f"capacity at depth {asked['depth']}, width {asked['width']}")
         if not any(asked.items() <= row.items() for row in report["capacity"]):
-            report["capacity"].append(measure_capacity(asked))
+            report["capacity"].append(asked | capacity(**asked))
             write_figures(report, out)
     report["decay"] = report["decay"] or decay_of_association(samples=samples)["rows"]
     report["surprise"] = report["surprise"] or [measure_surprise(depth, samples) for depth in depths]
@@ -66,13 +64,6 @@ def run_memory(
     ]  # fmt: skip
     write_outcome(report, "What a memory holds, and for how long", sections, out)
     return report
-
-
-def measure_capacity(asked: Row) -> Row:
-    """One row of the capacities, with what was asked for."""
-    depth, width, eta = asked["depth"], asked["width"], asked["eta"]
-    (row,) = capacity((depth,), (width,), (eta,), passes=asked["passes"], seeds=asked["seeds"])["rows"]
-    return asked | row
 
 
 def measure_surprise(depth: int, sequences: int) -> Row:

@@ -17,6 +17,7 @@ from titans.layers.record import memories_of, record_memory
 from titans.models import TitansForCausalLM
 from titans.ops import MemoryMLP, MemoryState, neural_memory_exact
 from titans.tasks.recall import Recall
+from titans.words import require_whole
 
 DEPTHS, WIDTHS = (1, 2, 3, 4), (16, 32, 64, 128)
 THETAS = (0.05, 0.1, 0.25, 0.5, 1.0)
@@ -29,9 +30,9 @@ PARTS = (KNOWN, FILLERS, NEW, AGAIN, CHANGED)  # of the sequences that show what
 
 
 def capacity(
-    depths: Sequence[int] = DEPTHS,
-    widths: Sequence[int] = WIDTHS,
-    etas: Sequence[float] = ETAS,
+    depth: int,
+    width: int,
+    eta: float = 0.0,
     thetas: Sequence[float] = THETAS,
     passes: int = 1,
     seeds: int = 8,
@@ -45,33 +46,19 @@ def capacity(
     found by doubling and bisection.
 
     Args:
-        etas: momentum; the steps are ``theta * (1 - eta)``, as in :class:`titans.NeuralMemory`.
+        eta: momentum; the steps are ``theta * (1 - eta)``, as in :class:`titans.NeuralMemory`.
         thetas: steps to try.
         passes: how often all pairs are written, in the same order.
         seeds: how many memories there are, each with its own start, keys and values.
 
     Returns:
-        ``{"rows": [...]}``: depth, width, eta, weights (numbers of the memory), capacity, and at that capacity theta,
-        recall and recalls (one per seed).
+        depth, width, eta, weights (numbers of the memory), capacity, and at that capacity theta, recall and recalls
+        (one per seed).
     """
-    _require_at_least_one(depths=depths, widths=widths, etas=etas, thetas=thetas)
-    for name, number in (("passes", passes), ("seeds", seeds)):
-        if number < 1:
-            raise ValueError(f"{name} is {number}; expected at least 1")
+    _require_at_least_one(thetas=thetas)
+    require_whole(passes=passes, seeds=seeds)
     if not 0 < share <= 1:
         raise ValueError(f"share is {share}; expected more than 0 and at most 1")
-    rows = [
-        _capacity(depth, width, eta, thetas, passes, seeds, share)
-        for depth in depths
-        for width in widths
-        for eta in etas
-    ]
-    return {"rows": rows}
-
-
-def _capacity(
-    depth: int, width: int, eta: float, thetas: Sequence[float], passes: int, seeds: int, share: float
-) -> dict[str, Any]:
     memory = _fresh(depth, width, seeds, len(thetas))
     steps = torch.tensor(thetas).view(1, -1, 1)
 
@@ -125,8 +112,7 @@ def decay_of_association(
     _require_at_least_one(alphas=alphas, etas=etas, writes=writes)
     if min(writes) < 0:
         raise ValueError(f"writes has {min(writes)}; expected at least 0")
-    if samples < 1:
-        raise ValueError(f"samples is {samples}; expected at least 1")
+    require_whole(samples=samples)
     memory = _fresh(depth, width, samples, 1)
     keys, values = _unit_vectors(2, samples, 1 + max(writes), width)
     key, value = keys[:, :, :1], values[:, :, :1]

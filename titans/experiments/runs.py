@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from titans.evaluation.evaluate import evaluate
 from titans.evaluation.kinds import check_evaluation
 from titans.evaluation.measure import Evaluation
 from titans.files import EVAL, EVAL_FOLDER, RESULT, RUN, write_atomically
+from titans.report.progress import Progress, silent
 from titans.training.build import model_config
 from titans.training.config import TrainConfig
 from titans.training.run import Data, open_data
 
 POLL = 0.2  # seconds between two looks at what is running
-Progress = Callable[[int, int, str], None]  # runs done, runs in all, what is running
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
                 checked.add(about)
 
 
-def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress | None = None) -> None:
+def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress = silent) -> None:
     """Runs what is not done yet, ``at_a_time`` side by side with one thread each; a ``ValueError`` if one fails."""
     if at_a_time < 1:
         raise ValueError(f"at_a_time is {at_a_time}; expected at least 1")
@@ -140,8 +140,7 @@ def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress | None = No
                     words = job.beside("log").read_text(encoding="utf-8", errors="replace").strip().splitlines()
                     why = words[-1] if words else "it said nothing"
                     raise ValueError(f"the run {name} failed, see {job.beside('log')}: {why}")
-            if progress is not None:
-                progress(done, len(jobs), ", ".join(running))
+            progress(done, len(jobs), ", ".join(running))
             time.sleep(POLL)
     finally:
         for _, process in running.values():

@@ -11,12 +11,13 @@ from typing import Any
 
 from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Evaluation
-from titans.experiments.runs import Job, Progress, check_jobs, require_each_once, run_folder, run_jobs
+from titans.experiments.runs import Job, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import RESULT
 from titans.models.baselines import NAMES
 from titans.models.configuration import VARIANTS
 from titans.report.outcome import read_figures, write_outcome
 from titans.report.page import Section, Table, show
+from titans.report.progress import Progress, silent
 from titans.report.results import result_sections
 from titans.training.config import TrainConfig
 from titans.words import nearest
@@ -111,7 +112,7 @@ def _shortened(test: Evaluation) -> Evaluation:
 
 
 def run_tasks(
-    experiment: TaskExperiment, out: Path, at_a_time: int = 2, progress: Progress | None = None, command: str = ""
+    experiment: TaskExperiment, out: Path, at_a_time: int = 2, progress: Progress = silent, command: str = ""
 ) -> dict[str, Any]:
     """Trains and tests what is not done yet; writes NAME.json, NAME.md, the page and its figures into ``out``.
 

@@ -12,9 +12,10 @@ from typing import Any
 import titans
 from titans.bench.model import BASELINE, OURS, TRAIN, run_model_benchmark
 from titans.bench.settings import ModelBenchmarkSettings
-from titans.bench.timing import Progress, speed_figure
+from titans.bench.timing import speed_figure
 from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Section, Table
+from titans.report.progress import Progress, silent
 
 LENGTHS = (512, 2048, 8192, 16384)
 DEPTHS = (1, 2, 3, 4)
@@ -28,7 +29,7 @@ def run_throughput(
     models: Sequence[str] = MODELS,
     repeats: int = 3,
     memory_mode: str = "exact",
-    progress: Progress | None = None,
+    progress: Progress = silent,
     command: str = "",
 ) -> dict[str, Any]:
     """Time what is not timed yet; writes throughput.json, throughput.md, the page and its pictures into ``out``.

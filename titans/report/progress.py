@@ -10,7 +10,12 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Move = Callable[[int, int | None, str], None]
+Progress = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
 COUNTED = 10_000  # a total up to which a bar counts; beyond it, a percentage says more
+
+
+def silent(done: int, total: int, what: str) -> None:
+    """Progress that nobody asked for."""
 
 
 @contextmanager
