@@ -12,12 +12,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from titans.bench.settings import FlopsSettings
-from titans.bench.timing import about, new_report
+from titans.bench.timing import about, bar_figure, new_report
 from titans.layers.attention import PIECE, PIECE_WINDOWS
 from titans.ops.attention import MIN_BLOCK, SEGMENT_BLOCK
 from titans.ops.dual import CACHED_NUMBERS, GRAPH_NUMBERS
 from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_bars
 from titans.report.progress import Progress, silent
 
 if TYPE_CHECKING:
@@ -411,10 +410,6 @@ def sections(report: dict[str, Any]) -> list[Section]:
 def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
     """Operations by part of the model, by the title of the section."""
     kinds = ("forward", "backward", "recomputed")
-    bars = [
-        Curve(kind, [part[kind] / 1e6 for part in report["parts"].values()], style=index)
-        for index, kind in enumerate(kinds)
-    ]
+    bars = {kind: [part[kind] / 1e6 for part in report["parts"].values()] for kind in kinds}
     title = "Operations per token, by part of the model"
-    png = plot_bars(list(report["parts"]), bars, title, "part", "MFLOP per token")
-    return {"Operations": [Figure("flops", png, title)]}
+    return {"Operations": [bar_figure("flops", title, list(report["parts"]), bars, "part", "MFLOP per token")]}

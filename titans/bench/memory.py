@@ -14,6 +14,7 @@ import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -33,6 +34,7 @@ from titans.bench.timing import (
     milliseconds_text,
     new_report,
     peak_growth,
+    ratios,
     reference_memory_options,
     reference_version,
     speed_figure,
@@ -148,27 +150,15 @@ _REFERENCE_NOTES = (
     f"step gate at most {REFERENCE_MAX_STEP} (its default of 1 gives NaN on this input in the coarse setting)",
 )
 
+MODULES = {
+    "chunked": "gradient at the start of the token's chunk, every token writes and reads its own weights",
+    "exact": "gradient at the weights of the token before (sequential), computed in parallel",
+    "recurrent": "gradient at the weights of the token before (sequential), token by token: the definition",
+}
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
-        Contender(
-            "chunked",
-            "titan-memory",
-            "gradient at the start of the token's chunk, every token writes and reads its own weights",
-            lambda settings: _build_module(settings, "chunked"),
-        ),
-        Contender(
-            "exact",
-            "titan-memory",
-            "gradient at the weights of the token before (sequential), computed in parallel",
-            lambda settings: _build_module(settings, "exact"),
-        ),
-        Contender(
-            "recurrent",
-            "titan-memory",
-            "gradient at the weights of the token before (sequential), token by token: the definition",
-            lambda settings: _build_module(settings, "recurrent"),
-        ),
+        *(Contender(mode, "titan-memory", rule, partial(_build_module, mode=mode)) for mode, rule in MODULES.items()),
         Contender(
             "chunked-op",
             "titan-memory",
@@ -179,7 +169,7 @@ CONTENDERS: dict[str, Contender] = {
             REFERENCE,
             REFERENCE,
             "the rule of 'chunked' (chunk_size=1, batch_size=chunk)",
-            lambda settings: _build_reference(settings, 1),
+            partial(_build_reference, chunk_size=1),
             _REFERENCE_NOTES,
         ),
         Contender(
@@ -415,35 +405,10 @@ def run_memory_benchmark(settings: MemoryBenchmarkSettings, progress: Progress =
         ],
         "gemm": {"size": settings.gemm_size, "dtype": "float32", "flops_per_second": gemm},
         "results": results,
-        "ratios": _ratios(results),
+        "ratios": ratios(results, MODULES, (REFERENCE, COARSE), ("length", "pass")),
         "scaling": _scaling(results, settings.batch),
         "notices": run.notices + report["notices"],
     }
-
-
-def _ratios(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Our modules against titans-pytorch at the lengths that both ran; above 1, ours is better."""
-    found = {(r["contender"], r["length"], r["pass"]): r for r in results}
-    ratios = []
-    for (name, length, which), ours in found.items():
-        if CONTENDERS[name].package == REFERENCE or name == "chunked-op":
-            continue
-        for other in (REFERENCE, COARSE):
-            theirs = found.get((other, length, which))
-            if theirs is None:
-                continue
-            mine, its = ours["peak_growth_bytes"], theirs["peak_growth_bytes"]
-            ratios.append(
-                {
-                    "contender": name,
-                    "against": other,
-                    "length": length,
-                    "pass": which,
-                    "speed": theirs["best_seconds"] / ours["best_seconds"],
-                    "memory": its / mine if mine and its is not None else None,
-                }
-            )
-    return ratios
 
 
 def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
@@ -486,11 +451,11 @@ def _scaling(results: list[dict[str, Any]], batch: int) -> list[dict[str, Any]]:
 def sections(report: dict[str, Any]) -> list[Section]:
     """Times, peak memory and scaling of a report, as text and tables."""
     found = {(r["contender"], r["length"], r["pass"]): r for r in report["results"]}
-    ratios = {(r["contender"], r["against"], r["length"], r["pass"]): r for r in report["ratios"]}
+    pairs = {(r["contender"], r["against"], r["length"], r["pass"]): r for r in report["ratios"]}
     places = list(dict.fromkeys((name, length) for name, length, _ in found))
 
     def against(name: str, length: int, which: str, what: str) -> str:
-        pair = [ratios.get((name, other, length, which)) for other in (REFERENCE, COARSE)]
+        pair = [pairs.get((name, other, length, which)) for other in (REFERENCE, COARSE)]
         return "" if pair == [None, None] else " / ".join(times_text(r[what] if r else None) for r in pair)
 
     def time_rows(which: str) -> list[list[str]]:
@@ -512,7 +477,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
     made = [
         Section(
             "Speed",
-            [compared] if ratios else [],
+            [compared] if pairs else [],
             [dense(header, time_rows(which), f"Time of one call, {which}.") for which in PASSES],
         )
     ]

@@ -40,7 +40,9 @@ from titans.bench.timing import (
     mebibytes_text,
     milliseconds_text,
     new_report,
+    over,
     peak_growth,
+    ratios,
     reference_memory_options,
     reference_version,
     settled_bytes,
@@ -223,6 +225,10 @@ def _ours(name: str, what: str) -> Contender:
     return Contender(name, "titan-memory", what, build, _our_rule, tokens_per_step=1)
 
 
+def _theirs(name: str, what: str, *notes: str) -> Contender:
+    return Contender(name, "transformers", what, partial(_build_transformers, name=name), notes=notes)
+
+
 _REFERENCE_RULE = (
     f"one step per {REFERENCE_STEP} tokens, gradient at weights that are renewed every {REFERENCE_BATCH} tokens, "
     f"reads use the weights before the {REFERENCE_STEP}"
@@ -236,25 +242,17 @@ CONTENDERS: dict[str, Contender] = {
         _ours("mac", "memory as a context of segment attention"),
         _ours("mag", "memory as a gate of sliding-window attention"),
         _ours("mal", "memory as a layer before sliding-window attention"),
-        Contender(
-            BASELINE,
-            "transformers",
-            "Llama: full causal attention (SDPA), RoPE, SwiGLU",
-            partial(_build_transformers, name=BASELINE),
-        ),
-        Contender(
+        _theirs(BASELINE, "Llama: full causal attention (SDPA), RoPE, SwiGLU"),
+        _theirs(
             "mamba2",
-            "transformers",
             "a state space with one decay per head",
-            partial(_build_transformers, name="mamba2"),
-            notes=(_NO_KERNEL, "more layers than the others: it has no feed-forward layers"),
+            _NO_KERNEL,
+            "more layers than the others: it has no feed-forward layers",
         ),
-        Contender(
+        _theirs(
             "gated-deltanet-hybrid",
-            "transformers",
             "Qwen3-Next: Gated DeltaNet, and full attention (SDPA) in every fourth layer",
-            partial(_build_transformers, name="gated-deltanet-hybrid"),
-            notes=(_NO_KERNEL,),
+            _NO_KERNEL,
         ),
         Contender(
             REFERENCE_MAC,
@@ -352,10 +350,6 @@ def _warm_up(subject: Subject, settings: ModelBenchmarkSettings, measure: str, l
         _time_call(subject, measure, ids)
 
 
-def _gibibytes_text(count: int) -> str:
-    return f"{count / 2**30:.2g} GiB (max_memory)"
-
-
 def _probe_worker(job: dict[str, Any]) -> dict[str, Any]:
     settings = ModelBenchmarkSettings(**job["settings"])
     measure, length = job["measure"], job["length"]
@@ -378,7 +372,8 @@ def _probe_worker(job: dict[str, Any]) -> dict[str, Any]:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
             limit = job["max_memory"]
-            return {"error": f"it needs more than {'there is' if limit is None else _gibibytes_text(limit)}"}
+            room = "there is" if limit is None else f"{limit / 2**30:.2g} GiB (max_memory)"
+            return {"error": f"it needs more than {room}"}
         raise
     except (FloatingPointError, TimeoutError) as error:
         return {"error": str(error)}
@@ -599,7 +594,10 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress = s
             for c in run.contenders
         ],
         "results": results,
-        "ratios": _ratios(results, rules),
+        "ratios": [
+            pair | {"rule": rules[pair["contender"]], "against_rule": rules[pair["against"]]}
+            for pair in ratios(results, OURS, (BASELINE, REFERENCE_MAC), ("measure", "length"))
+        ],
         "crossings": find_crossings(results),
         "decoding": _decoding(results),
         "left_out": [
@@ -608,31 +606,6 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress = s
         ],
         "notices": run.notices + report["notices"],
     }
-
-
-def _ratios(results: list[dict[str, Any]], rules: dict[str, str | None]) -> list[dict[str, Any]]:
-    """Our models against Llama and against titans-pytorch where both ran; above 1, ours is better."""
-    found = {(r["contender"], r["measure"], r["length"]): r for r in results}
-    ratios = []
-    for (name, measure, length), ours in found.items():
-        for other in (BASELINE, REFERENCE_MAC):
-            theirs = found.get((other, measure, length))
-            if name not in OURS or theirs is None:
-                continue
-            mine, its = ours["peak_growth_bytes"], theirs["peak_growth_bytes"]
-            ratios.append(
-                {
-                    "contender": name,
-                    "against": other,
-                    "measure": measure,
-                    "length": length,
-                    "speed": theirs["best_seconds"] / ours["best_seconds"],
-                    "memory": its / mine if mine and its is not None else None,
-                    "rule": rules[name],
-                    "against_rule": rules[other],
-                }
-            )
-    return ratios
 
 
 def find_crossings(results: list[dict[str, Any]], against: str = BASELINE) -> list[dict[str, Any]]:
@@ -671,14 +644,13 @@ def _decoding(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     for name in dict.fromkeys(r["contender"] for r in results):
         runs = [r for r in results if r["contender"] == name and r["measure"] == DECODE]
         for run in runs[1:]:
-            first, now = runs[0]["peak_growth_bytes"], run["peak_growth_bytes"]
             rows.append(
                 {
                     "contender": name,
                     "from_position": runs[0]["length"],
                     "to_position": run["length"],
                     "speed_kept": run["tokens_per_second"] / runs[0]["tokens_per_second"],
-                    "memory_grown": now / first if first and now is not None else None,
+                    "memory_grown": over(run["peak_growth_bytes"], runs[0]["peak_growth_bytes"]),
                 }
             )
     return rows
@@ -693,7 +665,7 @@ TITLES = {
 
 def sections(report: dict[str, Any]) -> list[Section]:
     """The models, their speed and memory, and where the curves cross, as text and tables."""
-    ratios = {(r["contender"], r["against"], r["measure"], r["length"]): r["speed"] for r in report["ratios"]}
+    speeds = {(r["contender"], r["against"], r["measure"], r["length"]): r["speed"] for r in report["ratios"]}
     kept = {(r["contender"], r["to_position"]): r["speed_kept"] for r in report["decoding"]}
     made = []
     for measure in MEASURES:
@@ -706,7 +678,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
                 row += [milliseconds_text(r["best_seconds"] / tokens), times_text(kept.get((name, length)))]
             else:
                 row.append(milliseconds_text(r["median_seconds"]))
-            row += [times_text(ratios.get((name, other, measure, length))) for other in (BASELINE, REFERENCE_MAC)]
+            row += [times_text(speeds.get((name, other, measure, length))) for other in (BASELINE, REFERENCE_MAC)]
             rows.append([*row, mebibytes_text(r["peak_growth_bytes"])])
         if rows:
             middle = ["ms/token", "kept"] if measure == DECODE else ["median, ms"]

@@ -20,10 +20,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from titans.bench.settings import OverheadBenchmarkSettings
-from titans.bench.timing import about, answer_of, new_report
+from titans.bench.timing import about, answer_of, bar_figure, new_report
 from titans.files import METRICS
 from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_bars
 from titans.report.progress import Progress, silent
 from titans.training.build import make_model
 from titans.training.callbacks import read_metrics
@@ -120,10 +119,10 @@ def sections(report: dict[str, Any]) -> list[Section]:
 
 def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
     """Tokens per second of both loops in every round, by the title of the section."""
-    names = {"trainer": "titans train", "bare": "bare loop"}
-    bars = [
-        Curve(name, [each[key] for each in report["rounds"]], style=i) for i, (key, name) in enumerate(names.items())
-    ]
+    bars = {
+        name: [each[key] for each in report["rounds"]]
+        for name, key in {"titans train": "trainer", "bare loop": "bare"}.items()
+    }
     title = "Training speed: titans train and a bare loop"
     words = [f"round {number}" for number in range(1, len(report["rounds"]) + 1)]
-    return {"Speed": [Figure("overhead", plot_bars(words, bars, title, "", "tokens per CPU second"), title)]}
+    return {"Speed": [bar_figure("overhead", title, words, bars, "", "tokens per CPU second")]}

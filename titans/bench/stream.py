@@ -30,10 +30,9 @@ from torch import Tensor
 
 from titans import MemoryState, NeuralMemory
 from titans.bench.settings import StreamBenchmarkSettings
-from titans.bench.timing import about, in_fresh_process, new_report, resident_bytes
+from titans.bench.timing import about, bar_figure, in_fresh_process, new_report, resident_bytes
 from titans.files import write_json
 from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_bars
 from titans.report.progress import Progress, silent
 
 BOUNDS_CALL = 512  # tokens per call of `bounds`: the norms are looked at after each
@@ -420,13 +419,13 @@ def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
     made = {}
     if flows := _flows(report):
         title = f"Growth of the process ({MAX_GROWTH:.0f} MB are allowed)"
-        png = plot_bars([r["run"] for r in flows], [Curve("growth", [r["growth"] for r in flows])], title, "", "MB")
-        made[FLOWS] = [Figure("stream-growth", png, title)]
+        bars = {"growth": [r["growth"] for r in flows]}
+        made[FLOWS] = [bar_figure("stream-growth", title, [r["run"] for r in flows], bars, "", "MB")]
     if bounds := _bounds(report):
         title = "Presentations to learn a fresh token after the worst stream, over those of a new memory"
         words = [r["run"].removeprefix("bounds-") for r in bounds]
-        png = plot_bars(words, [Curve("effort", list(map(_effort, bounds)))], title, "", "times as many")
-        made[BOUNDS] = [Figure("stream-learning", png, title)]
+        bars = {"effort": list(map(_effort, bounds))}
+        made[BOUNDS] = [bar_figure("stream-learning", title, words, bars, "", "times as many")]
     return made
 
 

@@ -23,9 +23,8 @@ import numpy as np
 import torch
 
 from titans.bench.settings import TextBenchmarkSettings
-from titans.bench.timing import about, new_report, work_folder
+from titans.bench.timing import about, bar_figure, new_report, work_folder
 from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_bars
 from titans.report.progress import Progress, silent
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.index import Selection, nearest_exact
@@ -230,18 +229,15 @@ def sections(report: dict[str, Any]) -> list[Section]:
 def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:
     """The time of a search beside its encoding, and writes per second, by the title of the section."""
     found = report["results"]
-    ways = {"one by one": "one_by_one", "in a batch": "batch"}
-    writes = [
-        Curve(name, [found[f"writes_{how}_{key}"] for key in WRITES.values()], style=style)
-        for style, (name, how) in enumerate(ways.items())
-    ]
-    times = [
-        Curve(name, [found[f"{key}_{share}_ms"] for share in ("p50", "p95")], style=style)
-        for style, (name, key) in enumerate({"search with its encoding": "search", "encoding alone": "encode"}.items())
-    ]
-    search = plot_bars(["median", "p95"], times, "Time of a search", "", "milliseconds")
-    written = plot_bars(list(WRITES), writes, WRITTEN, "texts", "records per second")
+    writes = {
+        name: [found[f"writes_{how}_{key}"] for key in WRITES.values()]
+        for name, how in {"one by one": "one_by_one", "in a batch": "batch"}.items()
+    }
+    times = {
+        name: [found[f"{key}_{share}_ms"] for share in ("p50", "p95")]
+        for name, key in {"search with its encoding": "search", "encoding alone": "encode"}.items()
+    }
     return {
-        STORE: [Figure("text-search", search, "Time of a search")],
-        WRITTEN: [Figure("text-writes", written, WRITTEN)],
+        STORE: [bar_figure("text-search", "Time of a search", ["median", "p95"], times, "", "milliseconds")],
+        WRITTEN: [bar_figure("text-writes", WRITTEN, list(WRITES), writes, "texts", "records per second")],
     }

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ import torch
 
 import titans
 from titans.report.page import Figure, Section, Table
-from titans.report.plots import Curve, plot_lines
+from titans.report.plots import Curve, Values, plot_bars, plot_lines
 
 REFERENCE_VERSION = "0.5.5"
 REFERENCE = "titans-pytorch"
@@ -172,6 +172,14 @@ def speed_figure(
     return Figure(name, plot_lines(places, curves, title, axis, "tokens per second"), title)
 
 
+def bar_figure(
+    name: str, title: str, words: Sequence[str], bars: Mapping[str, Values], x_label: str, y_label: str
+) -> Figure:
+    """A group of bars for each word."""
+    curves = [Curve(label, values, style=index) for index, (label, values) in enumerate(bars.items())]
+    return Figure(name, plot_bars(words, curves, title, x_label, y_label), title)
+
+
 @contextlib.contextmanager
 def work_folder(out: Path | None) -> Iterator[Path]:
     """Where a benchmark keeps what it makes on the way: the folder it is given, or one that is gone afterwards."""
@@ -191,6 +199,33 @@ def timing(seconds: Sequence[float], tokens: int) -> dict[str, Any]:
         "median_seconds": statistics.median(seconds),
         "tokens_per_second": tokens / best,
     }
+
+
+def over(a: float | None, b: float | None) -> float | None:
+    """a / b where both are known."""
+    return a / b if b and a is not None else None
+
+
+def ratios(
+    results: Sequence[dict[str, Any]], ours: Collection[str], others: Sequence[str], place: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Speed and memory of our contenders against others where both ran; above 1, ours is better.
+
+    Args:
+        place: the keys of a result that say where it was measured.
+    """
+    found = {(r["contender"], *(r[key] for key in place)): r for r in results}
+    made = []
+    for mine in (r for r in results if r["contender"] in ours):
+        where = {key: mine[key] for key in place}
+        for other in others:
+            its = found.get((other, *where.values()))
+            if its is not None:
+                speed = its["best_seconds"] / mine["best_seconds"]
+                memory = over(its["peak_growth_bytes"], mine["peak_growth_bytes"])
+                pair = {"contender": mine["contender"], "against": other}
+                made.append({**pair, **where, "speed": speed, "memory": memory})
+    return made
 
 
 def _status_bytes(field: str) -> int:

@@ -23,27 +23,17 @@ from titans.tasks import Group
 from titans.tasks.commonsense import CHOICES, Row, find_files, read_file, read_local
 from titans.words import nearest, require_whole, sentence
 
-# the paper's common-sense tasks, and which of lm-eval's metrics it reports
+# the paper's common-sense tasks: which of lm-eval's metrics it reports, and where lm-eval defines them, as a search
+# through all of its definitions takes many seconds
 TASKS = {
-    "lambada_openai": "acc",
-    "piqa": "acc",
-    "hellaswag": "acc_norm",
-    "winogrande": "acc",
-    "arc_easy": "acc",
-    "arc_challenge": "acc_norm",
-    "social_iqa": "acc",
-    "boolq": "acc",
-}
-# where lm-eval defines them, as searching all of its definitions takes many seconds
-DEFINITIONS = {
-    "lambada_openai": "lambada/lambada_openai.yaml",
-    "piqa": "piqa/piqa.yaml",
-    "hellaswag": "hellaswag/hellaswag.yaml",
-    "winogrande": "winogrande/default.yaml",
-    "arc_easy": "arc/arc_easy.yaml",
-    "arc_challenge": "arc/arc_challenge.yaml",
-    "social_iqa": "siqa/siqa.yaml",
-    "boolq": "super_glue/boolq/default.yaml",
+    "lambada_openai": ("acc", "lambada/lambada_openai.yaml"),
+    "piqa": ("acc", "piqa/piqa.yaml"),
+    "hellaswag": ("acc_norm", "hellaswag/hellaswag.yaml"),
+    "winogrande": ("acc", "winogrande/default.yaml"),
+    "arc_easy": ("acc", "arc/arc_easy.yaml"),
+    "arc_challenge": ("acc_norm", "arc/arc_challenge.yaml"),
+    "social_iqa": ("acc", "siqa/siqa.yaml"),
+    "boolq": ("acc", "super_glue/boolq/default.yaml"),
 }
 PREFIX = "lm-eval:"  # before the name of any other task of lm-eval
 ACCURACIES = ("acc", "acc_norm")  # of lm-eval's metrics, those that are shares of right answers
@@ -228,7 +218,7 @@ def _module(name: str) -> Any:
 
 def _definition(name: str) -> Path:
     """The file that lm-eval defines a task in."""
-    path = Path(_module("lm_eval.tasks").__file__).parent / DEFINITIONS[name]
+    path = Path(_module("lm_eval.tasks").__file__).parent / TASKS[name][1]
     if path.is_file():
         return path
     return Path(_module("lm_eval.tasks").TaskManager().task_index[name].yaml_path)
@@ -298,7 +288,8 @@ def _cell(
             filters[metric] = by
     if not metrics:
         raise ValueError(f"lm-eval reports no number of {name}; expected another task")
-    metric = TASKS[name] if TASKS.get(name) in metrics else next(iter(metrics))
+    wanted, _ = TASKS.get(name, (None, None))
+    metric = wanted if wanted in metrics else next(iter(metrics))
     judged = [sample for sample in samples if sample["filter"] == filters[metric]]
     values = [sample[metric] for sample in sorted(judged, key=lambda sample: sample["doc_id"])]
     mean = metrics[metric]
