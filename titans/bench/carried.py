@@ -104,7 +104,6 @@ def run_carried_benchmark(
     """Train with memory carried and without; returns the report, a dict that is ready for JSON.
 
     Args:
-        progress: called with (done, total, what) before every run, and once at the end.
         out: folder where data and runs are kept: what is finished is not trained again; None: they are not.
     """
     report = new_report("carried", settings, settings.threads)

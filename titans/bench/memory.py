@@ -354,11 +354,7 @@ class _Run:
 
 
 def run_memory_benchmark(settings: MemoryBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
-    """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON.
-
-    Args:
-        progress: called with (done, total, what) before every step, and once at the end.
-    """
+    """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON."""
     run = _Run(settings, progress)
     report = new_report("memory", settings, settings.threads)
 

@@ -535,11 +535,7 @@ class _Run:
 
 
 def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
-    """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON.
-
-    Args:
-        progress: called with (done, total, what) before every step, and once at the end.
-    """
+    """Measure everything that the settings ask for; returns the report, a dict that is ready for JSON."""
     run = _Run(settings, progress)
     report = new_report("model", settings, settings.threads)
     free = available_memory()

@@ -81,11 +81,7 @@ def _round(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_overhead_benchmark(settings: OverheadBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
-    """Time both loops in turns; returns the report, a dict that is ready for JSON.
-
-    Args:
-        progress: called with (done, total, what) before every round, and once at the end.
-    """
+    """Time both loops in turns; returns the report, a dict that is ready for JSON."""
     report = new_report("overhead", settings, settings.threads)
     rounds = []
     with tempfile.TemporaryDirectory() as folder:

@@ -316,7 +316,6 @@ def run_stream_benchmark(
     """Run everything that the settings ask for; returns the report, a dict that is ready for JSON.
 
     Args:
-        progress: called with (done, total, what) before every run, and once at the end.
         out: folder where finished runs are kept, each as a file; None: they are not.
     """
     report = new_report("stream", settings, threads=1)

@@ -149,7 +149,6 @@ def run_text_benchmark(
     """Measure a text memory; returns the report, a dict that is ready for JSON.
 
     Args:
-        progress: called with (done, total, what) along the way.
         out: folder where the vectors of the texts are kept; None: they are not.
     """
     if settings.threads is not None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from titans.evaluation.measure import Cell, Evaluation, changed_settings, refuse_controls
-from titans.evaluation.score import PIECE, check
+from titans.evaluation.score import PIECE, check, reading
 from titans.models import TitansForCausalLM
 from titans.models.text import encode_blocks, opening, read_text
 from titans.report.statistics import bootstrap
@@ -54,23 +54,18 @@ def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> 
     check(model, [Example(row[i : len(row) - 1 + i], ()) for row in ids.tolist() for i in (0, 1)])
     goes_on = isinstance(model, TitansForCausalLM)
     ids = ids.to(model.device)
-    was_training = model.training
-    model.eval()
     losses, cache = [], None
-    try:
-        with torch.no_grad():
-            step = piece if goes_on else ids.shape[1]
-            for start in range(0, ids.shape[1] - 1, step):
-                stop = min(start + step, ids.shape[1] - 1)
-                options = {"past_key_values": cache} if goes_on else {}
-                output = model(input_ids=ids[:, start:stop], use_cache=goes_on, **options)
-                cache = output.past_key_values if goes_on else None
-                logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-                wanted = ids[:, start + 1 : stop + 1]
-                found = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-                losses.append(found.view(wanted.shape))
-    finally:
-        model.train(was_training)
+    with reading(model):
+        step = piece if goes_on else ids.shape[1]
+        for start in range(0, ids.shape[1] - 1, step):
+            stop = min(start + step, ids.shape[1] - 1)
+            options = {"past_key_values": cache} if goes_on else {}
+            output = model(input_ids=ids[:, start:stop], use_cache=goes_on, **options)
+            cache = output.past_key_values if goes_on else None
+            logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+            wanted = ids[:, start + 1 : stop + 1]
+            found = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+            losses.append(found.view(wanted.shape))
     first = torch.full_like(losses[0][:, :1], math.nan)
     return torch.cat([first, *losses], dim=1)
 

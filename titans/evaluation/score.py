@@ -58,14 +58,21 @@ def score(
     if control == "swap" and len(examples) < 2:
         raise ValueError("control is 'swap' and there is one sequence; expected at least two")
     check(model, examples)
+    with reading(model):
+        if control in ("reset", "swap"):
+            return _score_tampered(model, examples, control)
+        with _without_writes(model, control == "no-writes"):
+            return _score_plain(model, examples, tokens_at_once)
+
+
+@contextmanager
+def reading(model: PreTrainedModel) -> Iterator[None]:
+    """The model reads without gradients and as it is used; afterwards it is as it was."""
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            if control in ("reset", "swap"):
-                return _score_tampered(model, examples, control)
-            with _without_writes(model, control == "no-writes"):
-                return _score_plain(model, examples, tokens_at_once)
+            yield
     finally:
         model.train(was_training)
 

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from titans.evaluation.score import reading
 from titans.layers import NeuralMemory
 from titans.layers.record import memories_of, record_memory
 from titans.models import TitansForCausalLM
@@ -134,7 +135,6 @@ def decay_of_association(
     return {"rows": rows}
 
 
-@torch.no_grad()
 def surprise_of_facts(
     model: TitansForCausalLM, task: Recall | None = None, distance: int = PAUSE, sequences: int = 64, seed: int = 0
 ) -> dict[str, Any]:
@@ -165,10 +165,8 @@ def surprise_of_facts(
     rng = random.Random(f"facts {seed}")
     drawn = [draw_facts(rng, task, distance) for _ in range(sequences)]
     start, facts = 2 * task.pairs + distance, 2 * task.pairs
-    was_training = model.training
-    model.eval()
     layers: list[Tensor] = []
-    try:
+    with reading(model):
         for fact in (NEW, AGAIN, CHANGED):
             ids = torch.tensor([versions[fact] for versions in drawn], device=model.device)
             with record_memory(model) as records:
@@ -176,8 +174,6 @@ def surprise_of_facts(
             norms = [torch.cat([each.gradient_norm for each in record.surprise], dim=-1) for record in records]
             read = torch.stack([norm[..., -start - facts :].float().square().sum(1).sqrt().mean(0) for norm in norms])
             layers.append(read if not layers else read[:, start:])
-    finally:
-        model.train(was_training)
     lengths = (facts, distance, facts, facts, facts)
     parts = [[name, length] for name, length in zip(PARTS, lengths, strict=True)]
     return {"parts": parts, "layers": torch.cat(layers, dim=1).tolist()}

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 Move = Callable[[int, int | None, str], None]
-Progress = Callable[[int, int, str], None]  # steps done, steps in all, what comes next
+Progress = Callable[[int, int, str], None]  # before every step, and at the end: steps done, in all, the next
 COUNTED = 10_000  # a total up to which a bar counts; beyond it, a percentage says more
 
 
