@@ -60,7 +60,6 @@ class Subject:
     make_inputs: Callable[[int], tuple[Tensor, ...]]
     forward: Callable[..., Tensor]
     parameters: tuple[nn.Parameter, ...] = ()
-    module: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def _module_subject(module: nn.Module, settings: MemoryBenchmarkSettings) -> Sub
         y: Tensor = module(x)[0]
         return y
 
-    return Subject(make_inputs, forward, tuple(p for p in module.parameters() if p.requires_grad), module)
+    return Subject(make_inputs, forward, tuple(p for p in module.parameters() if p.requires_grad))
 
 
 def _build_module(settings: MemoryBenchmarkSettings, mode: str) -> Subject:

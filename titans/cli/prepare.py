@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from titans.cli.common import bar
+from titans.cli.common import bar, one_sentence
 
 if TYPE_CHECKING:
     from titans.report.progress import Move
@@ -65,8 +65,8 @@ def prepare(
     from titans.training.sources import Reading
 
     try:
-        reading = Reading(unescape(separator), text_column, split, name, shard_bytes, skip_bad)
-        with bar("looking") as move:
+        with one_sentence(), bar("looking") as move:
+            reading = Reading(unescape(separator), text_column, split, name, shard_bytes, skip_bad)
             report = run(
                 sources,
                 out,
@@ -78,8 +78,6 @@ def prepare(
                 overwrite=overwrite,
                 on_progress=_show(move),
             )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
     except KeyboardInterrupt:
         if (out / WORK).exists():
             typer.echo(f"titans: {KEPT}.", err=True)

@@ -16,16 +16,14 @@ from titans.report.page import Section, Table, show
 from titans.report.progress import Progress, silent
 from titans.report.results import result_sections
 
-DEPTHS = (1, 2, 3, 4)
-READ = 2048  # tokens that a model reads with one memory when it is tested
 LIMIT = 65536  # tokens of the validation text that it is tested on
 
 
 def run_depth(
     language: LMExperiment,
     out: Path,
-    depths: Sequence[int] = DEPTHS,
-    read: int = READ,
+    depths: Sequence[int],
+    read: int,
     progress: Progress = silent,
     command: str = "",
     limit: int = LIMIT,

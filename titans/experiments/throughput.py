@@ -17,15 +17,13 @@ from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Section, Table
 from titans.report.progress import Progress, silent
 
-LENGTHS = (512, 2048, 8192, 16384)
-DEPTHS = (1, 2, 3, 4)
 MODELS = (*OURS, BASELINE, "mamba2", "gated-deltanet-hybrid")
 
 
 def run_throughput(
     out: Path,
-    lengths: Sequence[int] = LENGTHS,
-    depths: Sequence[int] = DEPTHS,
+    lengths: Sequence[int],
+    depths: Sequence[int],
     models: Sequence[str] = MODELS,
     repeats: int = 3,
     memory_mode: str = "exact",
