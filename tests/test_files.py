@@ -161,6 +161,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_in_one_sentence(tmp_path,
         ("x/", False),
         ("owner/name/x", False),
         ("two words", False),
+        ("foo.yaml", False),
         ("", False),
     ],
 )

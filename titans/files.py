@@ -91,7 +91,8 @@ def locked(folder: Path, command: str, timeout: float = 0.0) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
-        (folder / LOCK).write_text(f"{command}, process {os.getpid()}", encoding="utf-8")
+        with suppress(OSError):  # Windows lets nobody write to a locked file
+            (folder / LOCK).write_text(f"{command}, process {os.getpid()}", encoding="utf-8")
     except Timeout:
         raise ValueError(
             f"{folder} is in use by another process ({_holder(folder)}); wait for it to end or choose another folder"
@@ -111,6 +112,12 @@ def locked(folder: Path, command: str, timeout: float = 0.0) -> Iterator[None]:
                 path.rmdir()
 
 
+def configs_folder() -> Path:
+    """The shipped configs: in an installed package, or beside the package in a checkout."""
+    package = Path(__file__).resolve().parent
+    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
 def content(folder: Path) -> list[Path]:
     """What a folder holds besides a lock."""
     return [path for path in folder.iterdir() if path.name != LOCK]
@@ -125,9 +132,11 @@ def _holder(folder: Path) -> str:
 def may_be_on_hub(name: str, pattern: str = HUB_NAME) -> bool:
     """Whether a name that is no path here can be a name on the hub rather than a mistyped path.
 
-    It is taken for a path if it begins with ``.``, ``/`` or ``~``, ends with ``/``, or is in a folder that is here.
+    It is taken for a path if it begins with ``.``, ``/`` or ``~``, ends with ``/`` or as a file does, or is in a folder
+    that is here.
     """
     path_like = name.startswith((".", "/", "~")) or ("/" in name and Path(name).parent.exists())
+    path_like = path_like or name.endswith((".yaml", ".yml", ".json", ".jsonl", ".txt", ".parquet"))
     return not path_like and re.fullmatch(pattern, name) is not None
 
 

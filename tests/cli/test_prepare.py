@@ -173,7 +173,7 @@ def test_a_full_disk_is_one_sentence_and_the_work_goes_on_when_there_is_room(
     assert captured.out == ""
     place = "out/.partial/shard-" if shard == "100000" else "out/.partial/set/"
     assert captured.err.startswith(f"titans: {place}")
-    assert captured.err.endswith(": File too large; what is done is kept, and the same command goes on from there.\n")
+    assert captured.err.endswith(": File too large; what is done is kept; run the same command again to go on.\n")
     assert captured.err.count("\n") == 1
     assert sorted(path.name for path in Path("out").iterdir()) == [".partial"]
     assert not list(Path("out").rglob("*.tmp"))
@@ -193,7 +193,7 @@ def test_ctrl_c_leaves_what_is_done_and_says_so(folder: Path, capsys: pytest.Cap
     finger.join()
     assert code == 130
     assert capsys.readouterr().err.splitlines() == [
-        "titans: what is done is kept, and the same command goes on from there.",
+        "titans: what is done is kept; run the same command again to go on.",
         "titans: interrupted.",
     ]
     assert 3 < shards("out") < 120

@@ -25,6 +25,13 @@ BATCH_SCRIPTS = [path for path in LAUNCH if path.suffix == ".sbatch"]
 LLAMA_VOCABULARY, BYTES = 32_000, 257
 
 
+def test_a_shipped_recipe_is_found_from_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config(Path("configs/train/cpu-minutes.yaml")) == load_config(ROOT / "configs/train/cpu-minutes.yaml")
+    with pytest.raises(ValueError, match=r"configs/train/nosuch\.yaml does not exist"):
+        load_config(Path("configs/train/nosuch.yaml"))
+
+
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_describes_a_model_of_its_size(path: Path) -> None:
     config = load_config(path)

@@ -239,7 +239,7 @@ def test_a_push_that_failed_is_tried_again_by_resume_and_then_never_again(
     assert train(config, resume=True, say=lambda words: None).finished
     (name, made), (_, sent) = Hub.calls
     assert name == sent["repo_id"] == "owner/name" and made["private"]
-    assert LOCK in sent["ignore_patterns"]
+    assert {LOCK, "train.yaml", "eval/*"} <= set(sent["ignore_patterns"])  # nothing that names paths of this machine
     train(config, resume=True, say=lambda words: None)
     assert len(Hub.calls) == 2
     public = tiny(steps=1, push_to_hub="owner/other", hub_private=False)
@@ -490,7 +490,9 @@ def test_an_epoch_of_carried_rows_reads_every_document(tiny: Make) -> None:
 
 
 def test_a_new_run_in_an_old_folder_leaves_nothing_of_the_old_model(tiny: Make) -> None:
-    train(tiny("mag", steps=2), say=lambda words: None)
+    old = Path(train(tiny("mag", steps=2), say=lambda words: None).output)
+    (old / "eval").mkdir()
+    (old / "eval" / "eval.json").write_text("{}")
     stopped = tiny("mac", steps=2, trackers=["tensorboard"])
 
     class Stop(Exception):

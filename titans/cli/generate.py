@@ -39,7 +39,7 @@ def generate(
     ] = 0.8,
     top_k: Annotated[int | None, typer.Option(min=1, help="Choose among this many of the likeliest tokens.")] = None,
     top_p: Annotated[
-        float | None, typer.Option(help="Choose among the likeliest tokens with this probability in all.")
+        float | None, typer.Option(help="Sample from the likeliest tokens whose probabilities add up to this.")
     ] = None,
     greedy: Annotated[bool, typer.Option("--greedy", help="Always choose the likeliest token.")] = False,
     repetition_penalty: Annotated[float, typer.Option(help="Above 1, earlier tokens become less likely.")] = 1.0,

@@ -22,7 +22,7 @@ Sources = Annotated[
     list[str], typer.Argument(help="Text, JSONL or Parquet files, folders of them, or hf://OWNER/NAME on the hub.")
 ]
 Separator = Annotated[
-    str | None, typer.Option(help=r"What stands between the documents of a text file; \n is a line break.")
+    str | None, typer.Option(help=r"The separator between documents in a text file; \n is a line break.")
 ]
 TextColumn = Annotated[str, typer.Option(help="The column of JSONL, Parquet and hub datasets that holds the text.")]
 Split = Annotated[
@@ -40,7 +40,9 @@ def prepare(
     ] = "bytes",
     validation: Annotated[
         list[str] | None,
-        typer.Option(help="The validation split: a part of the documents, as 0.05, or sources; may be repeated."),
+        typer.Option(
+            help="The validation split: a fraction of the documents, such as 0.05, or sources; may be repeated."
+        ),
     ] = None,
     separator: Separator = None,
     text_column: TextColumn = "text",
@@ -56,7 +58,7 @@ def prepare(
     skip_bad: SkipBad = False,
     overwrite: Annotated[bool, typer.Option(help="Replace a prepared set that is there, finished or not.")] = False,
 ) -> None:
-    """Tokenise text into a set on disk that `titans train` reads; if stopped, the same command goes on."""
+    """Tokenise text into a set on disk that `titans train` reads; if it was stopped, run the same command again."""
     check_train_extra("prepare")
 
     from titans.tasks.prepared import WORK

@@ -45,7 +45,7 @@ def train(
         peak = result.metrics["peak_memory_gib"]
         typer.echo(f"Model: {result.output} ({result.steps:,} steps; peak memory {peak:.2f} GiB)")
         if "eval_loss" in result.metrics:
-            loss, perplexity, tokens = (result.metrics[f"eval_{name}"] for name in ("loss", "perplexity", "tokens"))
-            typer.echo(
-                f"Validation loss {loss:.4f}, perplexity {perplexity:.2f}, at the end over {tokens:,.0f} tokens."
-            )
+            loss, perplexity = result.metrics["eval_loss"], result.metrics["eval_perplexity"]
+            tokens = result.metrics.get("eval_tokens")  # runs of earlier versions do not say
+            over = "" if tokens is None else f" over {tokens:,.0f} tokens"
+            typer.echo(f"Validation loss {loss:.4f}, perplexity {perplexity:.2f}, at the end{over}.")

@@ -141,7 +141,9 @@ class NeuralMemory(nn.Module):
             if not forgetting:
                 raise ValueError("fixed_alpha is given and forgetting is False; expected one of the two")
             if len(fixed_alpha) != heads or not all(0 <= a <= 1 for a in fixed_alpha):
-                raise ValueError(f"fixed_alpha is {list(fixed_alpha)}; expected {heads} numbers in [0, 1], one a head")
+                raise ValueError(
+                    f"fixed_alpha is {list(fixed_alpha)}; expected {heads} numbers in [0, 1], one per head"
+                )
 
         self.dim, self.heads, self.head_dim, self.depth = dim, heads, head_dim, depth
         self.mode = mode

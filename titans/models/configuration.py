@@ -168,7 +168,7 @@ class TitansConfig(PreTrainedConfig):
                     raise ValueError(f"{name} is {value!r}; expected {expected}")
         alphas = self.memory_fixed_alpha
         if alphas is not None and not (isinstance(alphas, (list, tuple)) and all(map(_is_number, alphas))):
-            raise ValueError(f"memory_fixed_alpha is {alphas!r}; expected a list of numbers, one a head")
+            raise ValueError(f"memory_fixed_alpha is {alphas!r}; expected a list of numbers, one per head")
 
     @classmethod
     def from_preset(cls, name: str, **fields: Any) -> TitansConfig:

@@ -119,12 +119,12 @@ class TokenStore:
 
     @property
     def tokens(self) -> int:
-        """How many there are."""
+        """How many tokens there are."""
         return int(self.starts[-1])
 
     @property
     def documents(self) -> int:
-        """How many there are."""
+        """How many documents there are."""
         return len(self.starts) - 1
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from titans.files import HUB_NAME, RUN, read_yaml
+from titans.files import HUB_NAME, RUN, configs_folder, read_yaml
 from titans.words import nearest
 
 PRECISIONS = ("float32", "bf16")
@@ -299,10 +299,14 @@ class TrainConfig:
 
 
 def load_config(path: Path | None, flags: Sequence[str] = ()) -> TrainConfig:
-    """The config of a YAML file, with flags (``--learning-rate 1e-3``, ``--model.size=10m``) over its fields."""
+    """The config of a YAML file, with flags (``--learning-rate 1e-3``, ``--model.size=10m``) over its fields.
+
+    A shipped recipe, ``configs/train/NAME.yaml``, is found wherever one is.
+    """
     values: dict[str, Any] = {}
     if path is not None:
-        values = read_yaml(path)
+        shipped = configs_folder().parent / path
+        values = read_yaml(shipped if path.parts[0] == "configs" and not path.exists() and shipped.exists() else path)
         values.pop(FINGERPRINT, None)
     for name, text in _pairs(flags):
         _set(values, name, text)

@@ -60,7 +60,7 @@ from titans.training.sources import (
 
 SET = "set"
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-KEPT = "what is done is kept, and the same command goes on from there"
+KEPT = "what is done is kept; run the same command again to go on"
 
 
 class Statistics(NamedTuple):

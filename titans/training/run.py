@@ -21,7 +21,7 @@ from transformers.integrations import TensorBoardCallback, get_available_reporti
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from titans.files import LOCK, METRICS, RESULT, RUN, content, locked, sync, write_atomically, write_json
+from titans.files import EVAL_FOLDER, LOCK, METRICS, RESULT, RUN, content, locked, sync, write_atomically, write_json
 from titans.models.loading import choose_device, quiet
 from titans.models.tokenizer import load_tokenizer
 from titans.tasks import Task, WrongLengthError, example, make_tasks
@@ -354,7 +354,7 @@ def last_checkpoint(output: Path) -> Path | None:
 def _claim(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
     """Makes the folder that of this run."""
     if overwrite:
-        for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD]:
+        for path in [*checkpoints(output), output / SAVING, output / TENSORBOARD, output / EVAL_FOLDER]:
             shutil.rmtree(path, ignore_errors=True)
         for pattern in (METRICS, RESULT, RUN, *MODEL_FILES):
             for path in output.glob(pattern):
@@ -493,8 +493,9 @@ def push(folder: Path, config: TrainConfig, say: Say) -> None:
         return
     from huggingface_hub import HfApi
 
-    # checkpoints are large, and the run's config has the paths of this machine
-    ignored = ["checkpoint-*/*", f"{TENSORBOARD}/*", f"{SAVING}/*", "training_args.bin", RUN, LOCK]
+    # checkpoints are large, and the config of the run and its evaluations have the paths of this machine
+    ignored = ["checkpoint-*/*", *(f"{name}/*" for name in (TENSORBOARD, SAVING, EVAL_FOLDER))]
+    ignored += ["training_args.bin", RUN, LOCK]
     try:
         api = HfApi()
         api.create_repo(name, private=config.hub_private, exist_ok=True)
