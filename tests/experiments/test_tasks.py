@@ -91,6 +91,9 @@ def test_an_experiment_can_begin_with_the_models_of_another(here: list[str], tmp
     with pytest.raises(ValueError, match=said):
         run_tasks(begun, second)
     before = run_tasks(EXPERIMENT.only(["window"]), first)["results"][0]
+    wrong = [Evaluation(("recall",), SETTINGS, fields={"window_siz": 4})]
+    with pytest.raises(ValueError, match="window_siz is not a field of the model's config"):
+        run_tasks(replace(begun, tests=wrong), second)
     after = run_tasks(begun, second)["results"][0]
     assert after["model"]["name"] == "window"
     assert after["training"]["eval_loss"] == pytest.approx(before["training"]["eval_loss"], rel=1e-4)
@@ -118,6 +121,14 @@ def test_a_run_that_diverged_does_not_cost_the_report(here: list[str], tmp_path:
         (
             {"tests": [Evaluation(("perplexity",), {"data": __file__}, control="swap")]},
             "control is 'swap'; expected none",
+        ),
+        (
+            {"tests": [Evaluation(("recall",), SETTINGS, fields={"window_siz": 4})]},
+            r"window_siz is not a field of the model's config: did you mean window_size\?",
+        ),
+        (
+            {"controls": [Evaluation(("recall",), SETTINGS, fields={"memory_mode": "chunkd"})]},
+            "the model cannot be changed to {'memory_mode': 'chunkd'}: ",
         ),
         ({"models": {"MAC": {"name": "mac", "memory_dept": 2}}}, "memory_dept is not a field of mac: did you mean mem"),
     ],

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Cell, Evaluation, Measure
@@ -18,7 +18,7 @@ from titans.files import EVAL, EVAL_FOLDER, RUN, locked, read_yaml, write_atomic
 from titans.models.loading import bytes_for, load_model, read_config
 from titans.report.progress import Progress, silent
 from titans.report.results import FORMAT
-from titans.words import sentence
+from titans.words import nearest, sentence
 
 WAIT = 60.0  # seconds to wait for another process that is writing results
 Result = dict[str, Any]  # what eval.json holds
@@ -105,19 +105,28 @@ def key_of(task: str, evaluation: Evaluation) -> str:
 
 def changed(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
     """The same weights under a config with other fields."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    known = model.config.to_dict()
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{name} is not a field of the model's config")
+    config = changed_config(model.config.to_dict(), fields)
     try:
-        config = AutoConfig.for_model(**(known | fields))
         other = AutoModelForCausalLM.from_config(config)
         other.load_state_dict(model.state_dict())
-    except Exception as error:  # each config and module has its own way to refuse a value
+    except Exception as error:  # each module has its own way to refuse a value
         raise ValueError(f"the model cannot be changed to {fields}: {sentence(error)}") from None
     return other.to(model.device, model.dtype).eval()
+
+
+def changed_config(known: dict[str, Any], fields: dict[str, Any]) -> PreTrainedConfig:
+    """A model's config, given by its fields, with some of them changed; a ``ValueError`` says which one cannot be."""
+    from transformers import AutoConfig
+
+    for name in fields:
+        if name not in known:
+            raise ValueError(f"{name} is not a field of the model's config: {nearest(name, known)}")
+    try:
+        return AutoConfig.for_model(**(known | fields))
+    except Exception as error:  # each config has its own way to refuse a value
+        raise ValueError(f"the model cannot be changed to {fields}: {sentence(error)}") from None
 
 
 def _merge(old: Entry | None, cells: Sequence[Cell], measure: Measure, evaluation: Evaluation, where: str) -> Entry:

@@ -15,10 +15,11 @@ from typing import Any
 
 import yaml
 
-from titans.evaluation.evaluate import evaluate
+from titans.evaluation.evaluate import changed_config, evaluate
 from titans.evaluation.kinds import check_evaluation
 from titans.evaluation.measure import Evaluation
 from titans.files import EVAL, EVAL_FOLDER, RESULT, RUN, write_atomically
+from titans.models.loading import read_config
 from titans.report.progress import Progress, silent
 from titans.training.build import model_config
 from titans.training.config import TrainConfig
@@ -106,8 +107,7 @@ def check_jobs(jobs: Sequence[Job]) -> None:
         key = json.dumps(job.config.to_dict() | {"model": {}, "output": "", "seed": 0})  # most jobs have the same data
         if key not in opened:
             opened[key] = open_data(job.config)
-        if "pretrained" not in job.config.model:
-            model_config(job.config, opened[key].vocab_size, None)
+        check_model(job, opened[key].vocab_size)
         if (job.folder / RUN).is_file():
             difference = job.config.other_than(job.folder, opened[key].fingerprint)
             if difference is not None:
@@ -117,6 +117,15 @@ def check_jobs(jobs: Sequence[Job]) -> None:
             if about not in checked:
                 check_evaluation(test, opened[key].tokenizer)
                 checked.add(about)
+
+
+def check_model(job: Job, vocab_size: int) -> None:
+    """Raises a ``ValueError`` for a model that cannot be made, or that a test changes in a way it cannot be."""
+    start = job.config.model.get("pretrained")
+    known = read_config(Path(start) / "config.json") if start else model_config(job.config, vocab_size, None).to_dict()
+    for test in job.tests:
+        if test.fields:
+            changed_config(known, test.fields)
 
 
 def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress = silent) -> None:
