@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -214,6 +215,35 @@ def test_a_job_file_is_all_that_a_process_needs(tmp_path: Path, monkeypatch: pyt
     assert job.is_done()
     with_more = Job(job.config, (*job.tests, Evaluation(("recall",), SETTINGS, samples=3)))
     assert with_more.is_trained() and not with_more.is_done()
+
+
+@pytest.mark.parametrize("stubborn", [False, True])
+def test_runs_that_are_interrupted_may_save_before_they_are_killed(
+    stubborn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saving = "pass" if stubborn else f"open({str(tmp_path / 'saved')!r}, 'w'), sys.exit()"
+    code = (
+        f"import signal, sys, time\ndef end(*_): {saving}\n"
+        "signal.signal(signal.SIGTERM, end)\nprint(flush=True)\nwhile True: time.sleep(0.01)"
+    )
+    started = []
+
+    def start(job: Job) -> subprocess.Popen[bytes]:
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline()  # it listens
+        started.append(process)
+        return process
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs, "_start", start)
+    monkeypatch.setattr(runs, "PATIENCE", 0.2 if stubborn else 20.0)
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(EXPERIMENT.jobs(tmp_path / "out"), 1, interrupt)
+    (process,) = started
+    assert process.wait(5) == (-signal.SIGKILL if stubborn else 0)
+    assert (tmp_path / "saved").exists() is not stubborn
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from titans.training.config import TrainConfig
 from titans.training.run import Data, open_data
 
 POLL = 0.2  # seconds between two looks at what is running
+PATIENCE = 20.0  # seconds that runs have to save a checkpoint when they are told to end
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Job:
 
         if not self.is_trained():
             train(self.config, resume=(self.folder / RUN).is_file())
+            if not self.is_trained():  # it was told to end, and has a checkpoint
+                return
         old = self.folder / EVAL  # where earlier versions had them
         if old.is_file() and not self.results.is_file():
             self.results.parent.mkdir(exist_ok=True)
@@ -152,7 +156,20 @@ def run_jobs(jobs: Sequence[Job], at_a_time: int, progress: Progress = silent) -
             progress(done, len(jobs), ", ".join(running))
             time.sleep(POLL)
     finally:
-        for _, process in running.values():
+        _stop([process for _, process in running.values()])
+
+
+def _stop(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Ends processes, with time for a checkpoint; those that take longer are killed, as all are by another Ctrl-C."""
+    try:
+        for process in processes:
+            process.terminate()
+        end = time.monotonic() + PATIENCE
+        for process in processes:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, end - time.monotonic()))
+    finally:
+        for process in processes:
             process.kill()
 
 
