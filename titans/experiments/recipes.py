@@ -73,7 +73,7 @@ def read_recipe(path: Path) -> dict[str, Any]:
 def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
     if not path.is_file():
         raise ValueError(f"{path} does not exist; expected the recipe of an experiment, a YAML file")
-    if path in before:
+    if path.resolve() in before:
         raise ValueError(f"{path} extends itself; expected another recipe")
     recipe = read_yaml(path)
     for name, value in recipe.items():
@@ -82,18 +82,17 @@ def _read(path: Path, before: tuple[Path, ...]) -> dict[str, Any]:
         if not isinstance(value, FIELDS[name]):
             raise ValueError(f"{name} in {path} is {value!r}; expected {KINDS[FIELDS[name].__name__]}")
     base = recipe.pop("extends", None)
-    return recipe if base is None else _merged(_read(_find(base, path), (*before, path)), recipe)
+    return recipe if base is None else _merged(_read(_find(base, path), (*before, path.resolve())), recipe)
 
 
 def _find(name: str, beside: Path) -> Path:
-    """A recipe by its name or file, which may stand beside another one."""
-    for path in (beside.parent / name, beside.parent / f"{name}.yaml"):
-        if path.suffix in SUFFIXES and path.is_file():
-            return path
+    """A recipe by its name or file: one that stands beside another recipe, or else a shipped one; not that recipe."""
     shipped = shipped_recipes()
-    if name not in shipped:
+    near = [path for path in (beside.parent / name, beside.parent / f"{name}.yaml") if path.suffix in SUFFIXES]
+    found = [path for path in (*near, *([shipped[name]] if name in shipped else [])) if path.is_file()]
+    if not found:
         raise ValueError(f"extends in {beside} is {name!r}: {nearest(name, shipped)}")
-    return shipped[name]
+    return next((path for path in found if not path.samefile(beside)), beside)
 
 
 def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
