@@ -111,21 +111,55 @@ def test_a_recipe_of_ones_own_extends_another(tmp_path: Path) -> None:
     assert find_experiment(str(tmp_path / "more.yml")).seeds == (6,)
 
 
+def test_a_recipe_with_the_name_of_a_shipped_one_extends_that_one(tmp_path: Path) -> None:
+    (tmp_path / "recall.yaml").write_text("extends: recall\nseeds: [7]")
+    mine = find_experiment(str(tmp_path / "recall.yaml"))
+    assert mine.seeds == (7,) and mine.models == find_experiment("recall").models
+
+
+def test_recipes_that_extend_each_other_by_other_paths_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "a.yaml").write_text("extends: ../r/b")
+    (tmp_path / "r" / "b.yaml").write_text("extends: ../r/a.yaml")
+    with pytest.raises(ValueError, match=r"a.yaml extends itself; expected another recipe$"):
+        read_recipe(tmp_path / "r" / "a.yaml")
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
         ("modles: {}", "has 'modles': did you mean models?"),
         ("extends: needel", "extends in .* is 'needel': did you mean needle?"),
+        ("extends: ../r/wrong.yaml", "wrong.yaml extends itself; expected another recipe"),
         ("extends: wrong", "wrong.yaml extends itself; expected another recipe"),
         ("extends: recall\nseeds: 3", "seeds in .* is 3; expected a list"),
         ("extends: recall\nseeds: [0, 0]", "seeds has 0 more than once; expected each once"),
         ("extends: recall\ntrain: {step: 3}", "train has 'step': did you mean steps?"),
         ("extends: recall\ntrain: {data: 'task:recal'}", "task is 'recal': did you mean recall?"),
         ("extends: recall\nmodels: {LMM: lmm}", "LMM in models is 'lmm'; expected fields, such as name"),
+        ("extends: recall\nmodels: {LMM: {name: [lmm]}}", r"wrong.yaml: the name of LMM is \['lmm'\]: "),
         ("extends: recall\nmodels: {LMM: {name: lmn}}", "the name of LMM is 'lmn': did you mean lmm?"),
         ("extends: recall\ntests: [{tasks: [reacll]}]", "task is 'reacll': did you mean recall?"),
         ("extends: recall\ntests: [{tasks: [recall], sample: 3}]", "a test has 'sample': did you mean samples?"),
         ("extends: recall\ntests: [recall]", "a test is 'recall'; expected fields, tasks among them"),
+        ("extends: recall\ntests: [{tasks: [3]}]", "wrong.yaml: tasks has 3; expected names"),
+        ("extends: recall\ntests: [{tasks: recall, settings: [1]}]", r"wrong.yaml: settings is \[1\]; expected fields"),
+        ("extends: recall\ntests: [{tasks: recall, fields: 3}]", "wrong.yaml: fields is 3; expected fields"),
+        ("extends: recall\ntests: [{tasks: recall, control: [1]}]", r"wrong.yaml: control is \[1\]; expected one of"),
+        (
+            "extends: recall\ntests: [{tasks: recall, settings: {lengthz: 8}}]",
+            "wrong.yaml: lengthz is not a setting of recall",
+        ),
+        (
+            "extends: recall\ntests: [{tasks: recall, fields: {window_siz: 8}}]",
+            "wrong.yaml: window_siz is not a field of the model's config: did you mean window_size?",
+        ),
+        ("extends: recall\ntrain: {task: {pairz: 3}}", "wrong.yaml: pairz is not a setting of recall"),
+        ("extends: recall\ntrain: {task: {3: 3}}", "wrong.yaml: 3 is not a setting of recall"),
+        ("extends: recall\ntrain: {task: 3}", "wrong.yaml: task in train is 3; expected fields"),
+        ("extends: recall\nmodel: {hiden_size: 8}", "wrong.yaml: model.hiden_size is not a field of"),
+        ("extends: recall\nmodels: {3: {name: lmm}}", "wrong.yaml: models has 3; expected a name"),
+        ("extends: recall\nseeds: [a]", "wrong.yaml: seed is 'a'; expected a whole number"),
         ("extends: recall\ntests: []", "tests is missing; expected it in a recipe"),
         ("title: [", "is not YAML: "),
         ("3", "holds no fields"),
@@ -134,9 +168,10 @@ def test_a_recipe_of_ones_own_extends_another(tmp_path: Path) -> None:
 def test_what_is_wrong_with_a_recipe_is_one_sentence(
     text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "wrong.yaml").write_text(text)
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "wrong.yaml").write_text(text)
     with pytest.raises(SystemExit) as end:
-        command(["experiment", str(tmp_path / "wrong.yaml"), "--out", str(tmp_path / "out")])
+        command(["experiment", str(tmp_path / "r" / "wrong.yaml"), "--out", str(tmp_path / "out")])
     words = capsys.readouterr().err
     assert end.value.code == 2 and words.count("\n") == 1
     assert re.search(said.replace("?", r"\?"), words), words

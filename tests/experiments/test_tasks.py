@@ -170,6 +170,12 @@ def test_a_seed_or_a_model_that_is_given_twice_is_refused() -> None:
         EXPERIMENT.only(["MOC"])
 
 
+def test_models_whose_runs_would_share_a_folder_are_refused() -> None:
+    mac = EXPERIMENT.models["MAC"]
+    with pytest.raises(ValueError, match=r"^models has 'a/b' and 'a b', whose runs would share a folder"):
+        replace(EXPERIMENT, models={"a/b": mac, "a b": mac})
+
+
 def test_a_field_of_the_training_that_is_unknown_is_refused_with_the_nearest() -> None:
     with pytest.raises(ValueError, match=r"^train has 'step': did you mean steps\?$"):
         replace(EXPERIMENT, train={**EXPERIMENT.train, "step": 3})

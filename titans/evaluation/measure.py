@@ -42,9 +42,15 @@ class Evaluation:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ValueError("tasks is empty; expected at least one")
+        for name in self.tasks:
+            if not isinstance(name, str):
+                raise ValueError(f"tasks has {name!r}; expected names")
+        for name in ("settings", "fields"):
+            if not isinstance(getattr(self, name), dict):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected fields, NAME: VALUE")
         require_whole(samples=self.samples)
         require_whole(0, seed=self.seed)
-        if self.control is not None and self.control not in CONTROLS:
+        if self.control is not None and self.control not in list(CONTROLS):
             raise ValueError(f"control is {self.control!r}; expected one of {', '.join(CONTROLS)}")
 
 

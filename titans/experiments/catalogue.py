@@ -11,6 +11,7 @@ from titans import plugins
 from titans.evaluation.kinds import find_kind
 from titans.evaluation.measure import Evaluation
 from titans.experiments.recipes import SUFFIXES, added_experiments, known_experiments, read_recipe, shipped_recipes
+from titans.experiments.runs import check_model
 from titans.experiments.tasks import TaskExperiment
 from titans.tasks import deal_settings
 from titans.tasks.babi import KINDS
@@ -50,7 +51,10 @@ def _from_file(path: Path, name: str, settings: dict[str, Any]) -> TaskExperimen
     recipe = read_recipe(path)
     hook = HOOKS.get(name) if path == shipped_recipes().get(name) else None
     try:
-        return make_experiment(hook(recipe, settings) if hook else recipe, name, settings)
+        made = make_experiment(hook(recipe, settings) if hook else recipe, name, settings)
+        for job in made.jobs(Path()):
+            check_model(job, 1)
+        return made
     except ValueError as error:
         raise ValueError(str(error) if path in shipped_recipes().values() else f"{path}: {error}") from None
 
@@ -64,13 +68,18 @@ def make_experiment(recipe: Recipe, name: str, settings: Mapping[str, Any]) -> T
         if not isinstance(model, dict):
             raise ValueError(f"{label} in models is {model!r}; expected fields, such as name")
     train = dict(recipe["train"])
+    if not isinstance(train.get("task", {}), dict):
+        raise ValueError(f"task in train is {train['task']!r}; expected fields, NAME: VALUE")
     data = str(train.get("data", ""))
-    trained_on = data.removeprefix(TASK).split(",") if data.startswith(TASK) else []
+    trained_on = [each.strip() for each in data.removeprefix(TASK).split(",")] if data.startswith(TASK) else []
     tests, controls = ([_evaluation(test) for test in recipe.get(which) or ()] for which in ("tests", "controls"))
-    tasks = dict.fromkeys([*map(str.strip, trained_on), *(task for test in tests for task in test.tasks)])
+    tasks = dict.fromkeys([*trained_on, *(task for test in tests for task in test.tasks)])
     deal_settings(_settings_of(list(tasks)), settings)  # says which of them none of the tasks has
+    for test in (*tests, *controls):
+        deal_settings(_settings_of(test.tasks), test.settings)
     if trained_on:
         train["task"] = {**train.get("task", {}), **_known(settings, trained_on)}
+        deal_settings(_settings_of(trained_on), train["task"])
     for_tests = {key: value for key, value in settings.items() if key not in recipe.get("training_only", ())}
 
     def with_settings(test: Evaluation) -> Evaluation:
@@ -105,7 +114,7 @@ def _settings_of(tasks: Sequence[str]) -> dict[str, Mapping[str, Any]]:
 
 def _known(settings: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
     """Those of the settings that one of the tasks has."""
-    known = _settings_of([task.strip() for task in tasks])
+    known = _settings_of(tasks)
     return {
         key: value
         for key, value in settings.items()

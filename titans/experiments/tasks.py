@@ -61,7 +61,15 @@ class TaskExperiment:
         for name in self.train:
             if name not in known:
                 raise ValueError(f"train has {name!r}: {nearest(name, known)}")
+        folders: dict[Path, str] = {}
         for label, model in self.models.items():
+            if not isinstance(label, str):
+                raise ValueError(f"models has {label!r}; expected a name")
+            other = folders.setdefault(run_folder(Path(), label, 0), label)
+            if other != label:
+                raise ValueError(
+                    f"models has {other!r} and {label!r}, whose runs would share a folder; expected others"
+                )
             if model.get("name") not in NAMES:
                 raise ValueError(
                     f"the name of {label} is {model.get('name')!r}: {nearest(str(model.get('name')), NAMES)}"

@@ -122,7 +122,7 @@ def deal_settings(known: Mapping[str, Mapping[str, Any]], settings: Mapping[str,
     """What each name is given: the settings that it knows, and those that bear its name, ``NAME.SETTING``."""
     dealt: dict[str, dict[str, Any]] = {name: {} for name in known}
     for key, value in settings.items():
-        owner, dot, setting = key.partition(".")
+        owner, dot, setting = str(key).partition(".")
         takers = [owner] if dot and owner in known else [name for name in known if key in known[name]]
         if not takers:
             raise ValueError(f"{key} is not a setting of {' or '.join(known)}")
