@@ -179,12 +179,45 @@ def test_what_is_wrong_with_a_recipe_is_one_sentence(
 
 
 def test_a_recipe_that_is_not_there_and_an_unknown_name_are_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for name, said in (("nowhere.yaml", "nowhere.yaml does not exist"), ("recal", "Did you mean 'recall'?")):
+    for name, said in (
+        ("nowhere.yaml", "nowhere.yaml does not exist"),
+        ("recal", "experiment is 'recal': did you mean recall?"),
+        ("zzz", "experiment is 'zzz': expected one of lm, ablation,"),
+    ):
         with pytest.raises(SystemExit) as end:
             command(["experiment", name])
-        assert end.value.code == 2 and said in capsys.readouterr().err
+        words = capsys.readouterr().err
+        assert end.value.code == 2 and said in words and words.count("\n") == 1
     with pytest.raises(ValueError, match=r"^experiment is 'recal': did you mean recall\?$"):
         find_experiment("recal")
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["lm", "data"], "train"),
+        (["ablation", "data"], "train"),
+        (["depth", "data"], "train"),
+        (["memory"], "models,plot"),
+        (["surprise"], "text,plot"),
+        (["text-memory", "talks.json"], "text,plot"),
+        (["throughput"], "models,plot"),
+        (["mine.yaml"], "train"),
+    ],
+)
+def test_an_experiment_whose_packages_are_missing_names_the_extra(
+    words: list[str], extra: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for module in ("lm", "ablation", "depth", "memory", "surprise", "text_memory", "throughput", "catalogue", "tasks"):
+        monkeypatch.setitem(sys.modules, f"titans.experiments.{module}", None)  # importing it fails
+    with pytest.raises(SystemExit) as end:
+        command(["experiment", *words])
+    said = capsys.readouterr().err
+    assert end.value.code == 2 and said.count("\n") == 1
+    assert f"experiment {words[0]} needs transformers: pip install 'titan-memory[{extra}]'" in said
+    assert not list(tmp_path.iterdir())
 
 
 def test_the_registry_has_one_sentence_for_each_experiment(capsys: pytest.CaptureFixture[str]) -> None:

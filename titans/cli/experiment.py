@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from titans.cli.common import Device, bar, names, numbers, one_sentence, pairs, require, single_command, this_command
 from titans.experiments.recipes import PROGRAMS, SUFFIXES, known_experiments
 from titans.files import locked
+from titans.words import nearest
 
 if TYPE_CHECKING:
     from titans.experiments.lm import LMExperiment
@@ -33,6 +34,14 @@ AtATime = Annotated[int, typer.Option(help="How many runs go on side by side, wi
 Quick = Annotated[
     bool, typer.Option("--quick", help="Train for a few steps only, to see that it works. Results go to OUT/quick.")
 ]
+# The packages that an experiment needs, and the extra that installs them.
+TRAINING = ("transformers", "accelerate", "datasets", "yaml", "matplotlib"), "train"
+NEEDS = {
+    "memory": (("transformers", "matplotlib"), "models,plot"),
+    "surprise": (("transformers", "matplotlib"), "text,plot"),
+    "text-memory": (("transformers", "matplotlib"), "text,plot"),
+    "throughput": (("transformers", "matplotlib"), "models,plot"),
+}
 
 
 class Experiments(TyperGroup):
@@ -49,6 +58,8 @@ class Experiments(TyperGroup):
             return _recipe_command(cmd_name, f"The recipe {cmd_name}.")
         if cmd_name not in self.commands:
             self._find()
+        if cmd_name not in self.commands:
+            raise typer.BadParameter(f"experiment is {cmd_name!r}: {nearest(cmd_name, self.commands)}")
         return super().get_command(ctx, cmd_name)
 
     def _find(self) -> None:
@@ -87,9 +98,9 @@ def lm(
     at_a_time: AtATime = 2,
     quick: Quick = False,
 ) -> None:
-    from titans.experiments.lm import MODELS, run_experiment
-
     with _program("lm", out, quick) as (out, move):
+        from titans.experiments.lm import MODELS, run_experiment
+
         experiment = replace(
             _on_text(data, out, seeds, tokens, field, device, at_a_time),
             models=names(models) or MODELS,
@@ -113,9 +124,9 @@ def ablation(
     at_a_time: AtATime = 2,
     quick: Quick = False,
 ) -> None:
-    from titans.experiments.ablation import run_ablation
-
     with _program("ablation", out, quick) as (out, move):
+        from titans.experiments.ablation import run_ablation
+
         language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
         run_ablation(language, out, move, this_command(), quick)
 
@@ -135,9 +146,9 @@ def depth(
     at_a_time: AtATime = 2,
     quick: Quick = False,
 ) -> None:
-    from titans.experiments.depth import LIMIT, run_depth
-
     with _program("depth", out, quick) as (out, move):
+        from titans.experiments.depth import LIMIT, run_depth
+
         language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
         language, limit = (language.quick(), read) if quick else (language, LIMIT)
         run_depth(language, out, numbers(depths, "--depths"), read, move, this_command(), limit)
@@ -145,17 +156,17 @@ def depth(
 
 @app.command("memory", help=PROGRAMS["memory"])
 def memory(out: Out = Path("runs/memory"), quick: Quick = False) -> None:
-    from titans.experiments.memory import run_memory
-
     with _program("memory", out, quick) as (out, move):
+        from titans.experiments.memory import run_memory
+
         run_memory(out, move, this_command(), quick)
 
 
 @app.command("surprise", help=PROGRAMS["surprise"])
 def surprise(out: Out = Path("runs/surprise"), quick: Quick = False) -> None:
-    from titans.experiments.surprise import run_surprise
-
     with _program("surprise", out, quick) as (out, move):
+        from titans.experiments.surprise import run_surprise
+
         run_surprise(out, move, this_command(), quick)
 
 
@@ -166,9 +177,9 @@ def text_memory(
     seeds: Seeds = "0,1,2,3,4",
     quick: Quick = False,
 ) -> None:
-    from titans.experiments.text_memory import TextExperiment, run_text_memory
-
     with _program("text-memory", out, quick) as (out, move):
+        from titans.experiments.text_memory import TextExperiment, run_text_memory
+
         experiment = TextExperiment(str(data), numbers(seeds, "--seeds"))
         run_text_memory(experiment.quick() if quick else experiment, out, move, this_command())
 
@@ -185,9 +196,9 @@ def throughput(
     memory_mode: Annotated[str, typer.Option(help="Update rule of our memories: exact or chunked.")] = "exact",
     quick: Quick = False,
 ) -> None:
-    from titans.experiments.throughput import MODELS, run_throughput
-
     with _program("throughput", out, quick) as (out, move):
+        from titans.experiments.throughput import MODELS, run_throughput
+
         sizes, layers = numbers(lengths, "--lengths"), numbers(depths, "--depths")
         if quick:
             sizes, layers, repeats = (64, 128), layers[:2], 1
@@ -224,11 +235,11 @@ def _recipe_command(name: str, about: str) -> Any:
     ) -> None:
         from rich.console import Console
 
-        from titans.experiments.catalogue import find_experiment
-        from titans.experiments.tasks import run_tasks
-        from titans.report.results import print_tables
-
         with _running(name, out or Path("runs") / Path(name).stem, quick) as (folder, move):
+            from titans.experiments.catalogue import find_experiment
+            from titans.experiments.tasks import run_tasks
+            from titans.report.results import print_tables
+
             experiment = find_experiment(name, pairs(setting, "--set")).only(names(models))
             changes = {**pairs(train, "--train"), **({} if device == "auto" else {"device": device})}
             experiment = replace(experiment, train={**experiment.train, **changes}, start=start)
@@ -244,7 +255,10 @@ def _recipe_command(name: str, about: str) -> Any:
 @contextmanager
 def _running(name: str, out: Path, quick: bool) -> Iterator[tuple[Path, Move]]:
     """The folder of an experiment, where no other process writes, and its progress bar; a quick one is out of the way
-    of a whole one."""
+    of a whole one. What an experiment imports is imported in here, once it is known to be installed."""
+    packages, extra = NEEDS.get(name, TRAINING)
+    for package in packages:
+        require(f"experiment {name}", package, extra)
     out = out / "quick" if quick else out
     with one_sentence((ValueError, TypeError)), locked(out, f"titans experiment {name}"), bar() as move:
         yield out, move
