@@ -19,7 +19,7 @@ def added(group: str, taken: Container[str]) -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for entry in _entries(group):
         if entry.name in taken or entry.name in found:
-            say_once(f"{_where(entry)} is left out: there is another {entry.name}; expected a name of its own")
+            say_once(f"{where(entry)} is left out: there is another {entry.name}; expected a name of its own")
         else:
             found[entry.name] = entry
     return found
@@ -30,7 +30,13 @@ def load(entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except Exception as error:  # the package may raise anything
-        raise ValueError(f"{_where(entry)} cannot be imported: {type(error).__name__}: {sentence(error)}") from error
+        raise ValueError(f"{where(entry)} cannot be imported: {type(error).__name__}: {sentence(error)}") from error
+
+
+def where(entry: EntryPoint) -> str:
+    """An entry point and its package, for words about what is wrong with it."""
+    package = entry.dist.name if entry.dist is not None else "an unknown package"
+    return f"the entry point {entry.name} = {entry.value} of {package}"
 
 
 def load_file(path: Path) -> ModuleType:
@@ -61,8 +67,3 @@ def say_once(words: str) -> None:
 @cache
 def _entries(group: str) -> tuple[EntryPoint, ...]:
     return tuple(entry_points(group=group))
-
-
-def _where(entry: EntryPoint) -> str:
-    package = entry.dist.name if entry.dist is not None else "an unknown package"
-    return f"the entry point {entry.name} = {entry.value} of {package}"

@@ -254,10 +254,17 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
             return replace(find_experiment("recall", settings), name="made")
         ready = find_experiment("tracking-parity")
         wrong = 3
+        missing = "no_such_recipe.yaml"
+        def no_argument():
+            return ready
+        def other(settings):
+            return 3
     """
     (tmp_path / "theirs.yaml").write_text(OWN)
     points = {"theirs": "theirs_lab:file", "path": "theirs_lab:path", "made": "theirs_lab:made",
-              "ready": "theirs_lab:ready", "wrong": "theirs_lab:wrong", "recall": "theirs_lab:made"}  # fmt: skip
+              "ready": "theirs_lab:ready", "wrong": "theirs_lab:wrong", "missing": "theirs_lab:missing",
+              "no-argument": "theirs_lab:no_argument", "other": "theirs_lab:other",
+              "recall": "theirs_lab:made"}  # fmt: skip
     install(tmp_path, monkeypatch, "theirs-lab", {"titans.experiments": points}, module)
     install(
         tmp_path, monkeypatch, "broken-lab", {"titans.experiments": {"broken": "broken_lab:x"}}, "import nothing_of"
@@ -277,7 +284,10 @@ def test_another_package_adds_experiments(packages: Path, capsys: pytest.Capture
     )
     for name, words in (
         ("broken", r"broken = broken_lab:x of broken-lab cannot be imported: ModuleNotFoundError: No module named"),
-        ("wrong", "wrong is 3; expected the path of a recipe"),
+        ("wrong", "^the entry point wrong = theirs_lab:wrong of theirs-lab is 3; expected the path of a recipe"),
+        ("other", "^the entry point other = theirs_lab:other of theirs-lab made 3; expected a TaskExperiment$"),
+        ("missing", "^the entry point missing = theirs_lab:missing of theirs-lab: no_such_recipe.yaml does not exist"),
+        ("no-argument", "theirs_lab:no_argument of theirs-lab: TypeError: no_argument.. takes 0 positional arguments"),
     ):
         with pytest.raises(ValueError, match=words):
             find_experiment(name)

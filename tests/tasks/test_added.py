@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 
 from tests.packages import install
-from titans.tasks import TASKS, example, find_task, known_tasks, make_task, make_tasks, plugins
+from titans.evaluation import harness
+from titans.evaluation.language import Perplexity
+from titans.tasks import MEASURES, TASKS, example, find_task, known_tasks, make_task, make_tasks, plugins
 from titans.tasks.recall import Recall
 
 TASK = '''
@@ -58,7 +60,12 @@ def test_a_file_is_a_task(tmp_path: Path) -> None:
         ("", "mine.py", "has 0 tasks; expected one, or .*mine.py:CLASS"),
         (TASK + TASK.partition("annotations")[2].replace("Echo", "Other"), "mine.py", "has 2 tasks; expected one"),
         (TASK, "mine.py:Eco", "has no task Eco: did you mean Echo?"),
-        (TASK.replace('"echo"', '"recall"'), "mine.py", "has the name 'recall', which is another task's"),
+        (TASK.replace('"echo"', '"recall"'), "mine.py", "has the name 'recall', which is taken"),
+        (
+            TASK.replace('"echo"', '"piqa"'),
+            "mine.py",
+            "has the name 'piqa', which is taken; expected",
+        ),
         (TASK.replace("    title:", "    tilte:"), "mine.py", "has no title; expected it as a class variable"),
         (TASK.replace("@dataclass(frozen=True)", ""), "mine.py", "expected a dataclass that is a subclass of"),
         ("1 / 0", "mine.py", "mine.py cannot be imported: ZeroDivisionError: division by zero"),
@@ -76,6 +83,7 @@ def test_another_package_adds_a_task_and_a_broken_one_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     points = {"echo": "their_tasks:Echo", "recall": "their_tasks:Echo", "alias": "their_tasks:Echo"}
+    points |= {"perplexity": "their_tasks:Echo", "piqa": "their_tasks:Echo", "none": "their_tasks:random"}
     install(tmp_path, monkeypatch, "their-tasks", {"titans.tasks": points}, TASK)
     install(tmp_path, monkeypatch, "broken-tasks", {"titans.tasks": {"broken": "broken_tasks:Task"}}, "import no_such")
     assert make_task("echo", {"lengths": [5]}).name == "echo"
@@ -83,16 +91,24 @@ def test_another_package_adds_a_task_and_a_broken_one_is_named(
     known = known_tasks()
     assert [*TASKS, "echo"] == list(known)
     said = capsys.readouterr().err.splitlines()
-    assert len(said) == 3 and all(line.startswith("titans: ") for line in said)
-    assert "recall = their_tasks:Echo of their-tasks is left out: there is another recall" in said[0]
+    assert len(said) == 6 and all(line.startswith("titans: ") for line in said)
     assert any("broken = broken_tasks:Task of broken-tasks cannot be imported: ModuleNotFoundError" in s for s in said)
-    assert any("the task of the entry point alias has the name 'echo'; expected 'alias'" in line for line in said)
+    where = "titans: the entry point {0} = their_tasks:{1} of their-tasks"
+    for name in ("recall", "perplexity", "piqa"):
+        left_out = f"{where.format(name, 'Echo')} is left out: there is another {name}; expected a name of its own."
+        assert left_out in said
+    assert f"{where.format('alias', 'Echo')} has the name 'echo'; expected 'alias'." in said
+    assert any(line.startswith(f"{where.format('none', 'random')} is <module 'random'") for line in said)
     known_tasks()
     assert capsys.readouterr().err == ""  # said once
     with pytest.raises(ValueError, match=r"^the entry point broken = .* cannot be imported"):
         find_task("broken")
     with pytest.raises(ValueError, match=r"^task is 'ecko': did you mean echo\?$"):
         find_task("ecko")
+
+
+def test_tasks_do_not_take_the_names_of_what_else_is_measured() -> None:
+    assert [Perplexity.name, *harness.TASKS] == list(MEASURES)
 
 
 def test_entry_points_are_read_once() -> None:

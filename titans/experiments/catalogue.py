@@ -16,7 +16,7 @@ from titans.experiments.tasks import TaskExperiment
 from titans.tasks import deal_settings
 from titans.tasks.babi import KINDS
 from titans.training.config import TASK
-from titans.words import nearest
+from titans.words import nearest, sentence
 
 Recipe = dict[str, Any]
 
@@ -36,12 +36,18 @@ def find_experiment(name: str, settings: Mapping[str, Any] | None = None) -> Tas
         return _from_file(shipped[name], name, settings)
     if name not in added:
         raise ValueError(f"experiment is {name!r}: {nearest(name, known_experiments())}")
-    found = plugins.load(added[name])
-    if isinstance(found, str | Path):
-        return _from_file(Path(found), name, settings)
-    made = found if isinstance(found, TaskExperiment) else found(settings) if callable(found) else None
+    found, where = plugins.load(added[name]), plugins.where(added[name])
+    try:
+        if isinstance(found, str | Path):
+            return _from_file(Path(found), name, settings)
+        made = found(settings) if callable(found) else found
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except Exception as error:  # the package may raise anything
+        raise ValueError(f"{where}: {type(error).__name__}: {sentence(error)}") from error
     if not isinstance(made, TaskExperiment):
-        raise ValueError(f"{name} is {found!r}; expected the path of a recipe, a TaskExperiment or what makes one")
+        expected = "the path of a recipe, a TaskExperiment or what makes one" if made is found else "a TaskExperiment"
+        raise ValueError(f"{where} {'is' if made is found else 'made'} {made!r}; expected {expected}")
     if settings and made is found:
         raise ValueError(f"{name} has no settings; expected none, got {', '.join(settings)}")
     return made

@@ -20,14 +20,19 @@ from titans.tasks.tracking import S3, S5, ModularAddition, Parity
 from titans.words import nearest
 
 __all__ = [
-    "IGNORED", "SPLITS", "TASKS", "Answer", "Example", "Group", "Task", "WrongLengthError", "deal_settings", "example",
-    "find_task", "known_tasks", "make_task", "make_tasks", "settings_of",
+    "IGNORED", "MEASURES", "SPLITS", "TASKS", "Answer", "Example", "Group", "Task", "WrongLengthError", "deal_settings",
+    "example", "find_task", "known_tasks", "make_task", "make_tasks", "settings_of",
 ]  # fmt: skip
 
 ENTRY_POINTS = "titans.tasks"  # a package adds a task by an entry point of this group, under the task's name
 _CLASSES: tuple[type[Task], ...] = (
     NeedleNoise, NeedleEssay, NeedleWord, Babi, Babilong, Lambada, Phonebook, Recall, Reassigned, Retention, MQAR,
     Parity, ModularAddition, S3, S5,
+)  # fmt: skip
+# What else titans.evaluation measures, by name: no task may be called so.
+MEASURES = (
+    "perplexity", "lambada_openai", "piqa", "hellaswag", "winogrande", "arc_easy", "arc_challenge", "social_iqa",
+    "boolq",
 )  # fmt: skip
 TASKS: dict[str, type[Task]] = {task.name: task for task in _CLASSES}  # those of this package
 
@@ -45,16 +50,16 @@ def find_task(name: str, others: Sequence[str] = ()) -> type[Task]:
     file, _, chosen = name.partition(":")
     if file.endswith(".py"):
         return _checked(_task_of_file(Path(file), chosen), name)
-    added = plugins.added(ENTRY_POINTS, TASKS)
+    added = plugins.added(ENTRY_POINTS, (*TASKS, *MEASURES))
     if name in added:
-        return _checked(plugins.load(added[name]), name, expected=name)
+        return _checked(plugins.load(added[name]), plugins.where(added[name]), expected=name)
     raise ValueError(f"task is {name!r}: {nearest(name, [*TASKS, *added, *others])}")
 
 
 def known_tasks() -> dict[str, type[Task]]:
     """All tasks that have a name; stderr says which entry points cannot be used."""
     found = dict(TASKS)
-    for name in plugins.added(ENTRY_POINTS, TASKS):
+    for name in plugins.added(ENTRY_POINTS, (*TASKS, *MEASURES)):
         try:
             found[name] = find_task(name)
         except ValueError as error:
@@ -89,9 +94,9 @@ def _checked(task: Any, where: str, expected: str | None = None) -> type[Task]:
         if not hasattr(task, attribute):
             raise ValueError(f"{where} has no {attribute}; expected it as a class variable")
     if expected is not None and task.name != expected:
-        raise ValueError(f"the task of the entry point {expected} has the name {task.name!r}; expected {expected!r}")
-    if task.name in TASKS:
-        raise ValueError(f"{where} has the name {task.name!r}, which is another task's; expected a name of its own")
+        raise ValueError(f"{where} has the name {task.name!r}; expected {expected!r}")
+    if task.name in (*TASKS, *MEASURES):
+        raise ValueError(f"{where} has the name {task.name!r}, which is taken; expected a name of its own")
     return task
 
 
