@@ -91,14 +91,14 @@ class ModelBenchmarkSettings(Settings):
     memory_depth: int = _option("Layers of each memory.", 2)
     chunk_size: int | None = _option("Chunk of our memories (exact: tile).", None)
     window: int = _option("Tokens that MAG and MAL attend to.", 256)
-    segment: int = _option("Tokens of a segment of MAC.", 128)
-    persistent: int = _option("Persistent tokens of a layer.", 16, least=0)
+    segment: int = _option("Tokens per MAC segment.", 128)
+    persistent: int = _option("Persistent tokens per layer.", 16, least=0)
     batch: int = _option("Sequences per call.", 1)
     lengths: tuple[int, ...] = _option("Tokens per sequence, separated by commas.", (512, 2048, 8192, 16384, 32768))
     decode_positions: tuple[int, ...] = _option(
         "Positions at which decoding is timed, separated by commas.", (1000, 100_000)
     )
-    decode_tokens: int = _option("Tokens that a round decodes.", 64)
+    decode_tokens: int = _option("Tokens to decode per round.", 64)
     measures: tuple[str, ...] = _option("What to measure, separated by commas.", ("train", "prefill", "decode"))
     repeats: int = _option("Interleaved rounds of timing.", 3)
     threads: int = _option("CPU threads.", 1)
@@ -213,14 +213,14 @@ class FlopsSettings(Settings):
     """Of `titans bench flops`: which training run is counted."""
 
     model: str = _option("lmm, mac, mag, mal or sliding-window.", "mac")
-    size: str = _option("A size of configs/, from 1m to 760m.", "760m")
+    size: str = _option("Model size, from 1m to 760m, as in configs/.", "760m")
     length: int = _option("Tokens per sequence.", 4096)
     batch: int = _option("Sequences that a GPU works on at a time.", 4)
     tokens: float = _option("Tokens of the run, such as 30e9.", 30e9)
     chunk_size: int = _option("Chunk of the memory.", 64)
-    vocab_size: int | None = _option("Size of the vocabulary; that of the size by default.", None)
-    first_order: bool = _option("Outer gradients of first order.", False)
-    checkpointing: bool = _option("Gradient checkpointing.", True)
+    vocab_size: int | None = _option("Vocabulary size. Default: that of the chosen model size.", None)
+    first_order: bool = _option("Use first-order outer gradients.", False)
+    checkpointing: bool = _option("Assume gradient checkpointing.", True)
 
     def __post_init__(self) -> None:
         from titans.bench.flops import NAMES

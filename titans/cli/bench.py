@@ -1,4 +1,4 @@
-"""`titans bench`: what the memory and the models cost, and what they bear."""
+"""`titans bench`: what the memory and the models cost, and how much they can withstand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from titans.cli.common import bar, names, numbers, one_sentence, require, single
 
 TRAINING = ("transformers", "accelerate", "datasets", "yaml")
 REPORT = "Folder for the report as JSON, Markdown, page and pictures"
-QUICK = "Small sizes: shows that it works; the report goes to OUT/quick."
+QUICK = "Use small sizes, to check that it works. The report goes to OUT/quick."
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ BENCHMARKS = {
         ("transformers", "usearch"), "text", keeps=True,
     ),
     "flops": Benchmark(
-        "Count the operations of training a model with chunked memory by a formula, and what that takes of GPUs.",
+        "Estimate the operations and GPU hours of training a model with chunked memory.",
         "Operations of training a model", "FlopsSettings", "flops_report", ("transformers",), "models", quick=False,
     ),
 }  # fmt: skip
@@ -94,7 +94,7 @@ class Benchmarks(TyperGroup):
         return _make_command(cmd_name, BENCHMARKS[cmd_name]) if cmd_name in BENCHMARKS else None
 
 
-app = typer.Typer(cls=Benchmarks, help="Measure speed, memory in use, and what a memory bears.")
+app = typer.Typer(cls=Benchmarks, help="Measure speed, memory use, and how much a memory can withstand.")
 
 
 @app.callback(invoke_without_command=True)

@@ -54,7 +54,7 @@ def train(
         bool, typer.Option(help="Learn step, momentum and forgetting as functions of the text.")
     ] = False,
     associate: Annotated[
-        str, typer.Option(help="Text that is the key: self, or previous for the one before.")
+        str, typer.Option(help="Which text serves as the key: self, or previous for the one before it.")
     ] = "self",
     encoder: Encoder = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the starting weights and the episodes.")] = 0,

@@ -28,7 +28,7 @@ class TaskMeasure:
 
     @property
     def name(self) -> str:
-        """The task's."""
+        """The name of the task, under which its results are kept."""
         return self.task.name
 
     @property
@@ -52,7 +52,7 @@ class TaskMeasure:
         }
 
     def groups(self) -> list[dict[str, Any]]:
-        """The task's."""
+        """The groups of the task, such as one per length."""
         return self.task.groups()
 
     def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
