@@ -1,1 +1,1 @@
-"""Speed, memory in use, and what a memory bears: measurements that depend on the machine."""
+"""Speed, memory use, and how much a memory can withstand: measurements that depend on the machine."""
