@@ -35,6 +35,7 @@ def test_the_memory_in_a_module_of_ones_own_recalls_and_without_writes_it_does_n
     assert all(int(share) >= 80 if state == "on" else int(share) <= 20 for state, _, share in found)
 
 
+@pytest.mark.slow
 def test_a_book_is_read_in_constant_memory_and_its_file_gives_the_same_answer(tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("It was a bright cold day in April. " * 500, encoding="utf-8")
@@ -45,6 +46,7 @@ def test_a_book_is_read_in_constant_memory_and_its_file_gives_the_same_answer(tm
     assert "the answers are equal" in said
 
 
+@pytest.mark.slow
 def test_a_memory_for_an_llm_is_searched_shown_and_forgotten() -> None:
     said = run("llm_memory.py")
     assert "found 'My dog is called Bruno.'" in said

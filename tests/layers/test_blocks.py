@@ -181,7 +181,7 @@ def test_a_stream_that_is_only_read_may_come_in_pieces() -> None:
         ({"loss": "hinge"}, "loss is 'hinge'; expected one of squared, dot"),
         ({"decay_first": True, "mode": "chunked"}, "decay_first is for the modes exact and recurrent"),
         ({"fixed_theta": 2.0}, "fixed_theta is 2.0; expected a number in"),
-        ({"fixed_alpha": [0.5]}, r"fixed_alpha is \[0.5\]; expected 2 numbers in \[0, 1\], one a head"),
+        ({"fixed_alpha": [0.5]}, r"fixed_alpha is \[0.5\]; expected 2 numbers in \[0, 1\], one per head"),
         ({"fixed_alpha": [0.5, 0.5], "forgetting": False}, "fixed_alpha is given and forgetting is False"),
     ],
 )

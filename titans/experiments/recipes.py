@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titans import plugins
-from titans.files import read_yaml
+from titans.files import configs_folder, read_yaml
 from titans.words import nearest
 
 # Experiments that are programs, each with its command in titans.cli.experiment.
@@ -38,12 +38,6 @@ FIELDS: dict[str, type] = {
 }
 
 KINDS = {"str": "text", "dict": "fields", "list": "a list"}
-
-
-def configs_folder() -> Path:
-    """The shipped configs: in an installed package, or beside the package in a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
 
 
 def shipped_recipes() -> dict[str, Path]:
