@@ -13,7 +13,18 @@ from pathlib import Path
 
 import pytest
 
-from titans.files import LOCK, content, locked, may_be_on_hub, not_there, replacing, write_atomically, write_json
+from titans import files
+from titans.files import (
+    LOCK,
+    configs_folder,
+    content,
+    locked,
+    may_be_on_hub,
+    not_there,
+    replacing,
+    write_atomically,
+    write_json,
+)
 
 HOLD = """
 import sys, time
@@ -177,3 +188,10 @@ def test_what_is_not_there_is_said_with_what_was_perhaps_meant(tmp_path, monkeyp
     assert not_there("runs/smal") == "runs/smal is not there (did you mean runs/small?)"
     assert not_there("rnus") == "rnus is not there (did you mean runs?)"
     assert not_there("elsewhere/small") == "elsewhere/small is not there"
+
+
+def test_configs_are_found_in_a_checkout_and_in_an_installed_package(tmp_path, monkeypatch):
+    assert configs_folder() == Path(__file__).parents[1] / "configs"
+    (tmp_path / "titans" / "configs").mkdir(parents=True)
+    monkeypatch.setattr(files, "__file__", str(tmp_path / "titans" / "files.py"))
+    assert configs_folder() == tmp_path / "titans" / "configs"

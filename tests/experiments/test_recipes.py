@@ -14,9 +14,8 @@ import pytest
 
 from tests.packages import install
 from titans.cli import main as command
-from titans.experiments import recipes
 from titans.experiments.catalogue import find_experiment
-from titans.experiments.recipes import PROGRAMS, configs_folder, known_experiments, read_recipe, shipped_recipes
+from titans.experiments.recipes import PROGRAMS, known_experiments, read_recipe, shipped_recipes
 from titans.experiments.tasks import TaskExperiment
 
 ROOT = Path(__file__).parents[2]
@@ -229,16 +228,6 @@ def test_the_registry_has_one_sentence_for_each_experiment(capsys: pytest.Captur
         command(["experiment", "--help"])
     shown = capsys.readouterr().out
     assert all(name in shown for name in known)
-
-
-def test_recipes_are_found_in_a_checkout_and_in_an_installed_package(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert configs_folder() == ROOT / "configs"
-    (tmp_path / "titans" / "configs" / "experiments").mkdir(parents=True)
-    (tmp_path / "titans" / "experiments").mkdir()
-    monkeypatch.setattr(recipes, "__file__", str(tmp_path / "titans" / "experiments" / "recipes.py"))
-    assert configs_folder() == tmp_path / "titans" / "configs"
 
 
 @pytest.fixture
