@@ -70,7 +70,7 @@ def test_without_data_the_episodes_are_generated(bert: str, tmp_path: Path, caps
         (None, [], "talk.txt: No such file or directory"),
         ("a\n" * 20, ["--learning-rate", "0"], "learning_rate is 0.0; expected a positive number"),
         ("a\n" * 20, ["--associate", "next"], "associate is 'next'; expected one of self, previous"),
-        ("a\n" * 20, ["--encoder", "/nowhere"], "/nowhere cannot be loaded as a text encoder"),
+        ("a\n" * 20, ["--encoder", "/nowhere"], "/nowhere is not there; expected a folder of a BERT-like model"),
     ],
 )
 def test_bad_input_is_one_sentence(

@@ -137,6 +137,8 @@ def test_the_fingerprint_is_of_weights_pooling_and_passages(folder: Path, tmp_pa
 def test_what_cannot_be_loaded_is_one_sentence(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pooling is 'sum'; expected one of mean, cls, max"):
         TextEncoder.load(pooling="sum")
+    with pytest.raises(ValueError, match=r"mistyped is not there; expected a folder of a BERT-like model"):
+        TextEncoder.load(tmp_path / "mistyped")
     with pytest.raises(ValueError, match=r"has no config.json; expected a folder of a BERT-like model"):
         TextEncoder.load(tmp_path)
     with pytest.raises(ValueError, match="max_tokens is 513; expected 16 to 512"):

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans.files import replacing
+from titans.files import may_be_on_hub, not_there, replacing
 from titans.words import sentence
 
 POOLINGS = ("mean", "cls", "max")
@@ -73,6 +73,10 @@ class TextEncoder:
         local = folder.is_dir()
         if local and not (folder / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json; expected a folder of a BERT-like model")
+        if not local and not may_be_on_hub(source):
+            raise ValueError(
+                f"{not_there(source)}; expected a folder of a BERT-like model, or the name of one on the hub"
+            )
 
         from transformers import AutoModel, AutoTokenizer
 
