@@ -69,7 +69,6 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TERM": "dumb"}
 
 
-@pytest.mark.slow
 def test_a_fact_told_to_one_process_is_used_by_the_local_model_in_another() -> None:
     assert run("--llm", "none", "--message", FACT) == 0
     done = subprocess.run(
@@ -198,7 +197,6 @@ class Terminal:
         os.write(self.master, line.encode())
 
 
-@pytest.mark.slow
 def test_ctrl_c_stops_an_answer_but_not_the_talk_and_ctrl_d_ends_it() -> None:
     with serve(*(f"w{i} " for i in range(1000))) as endpoint:
         terminal = Terminal("--llm", "openai:slow", "--base-url", endpoint.url)

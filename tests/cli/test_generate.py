@@ -335,7 +335,6 @@ def test_ctrl_c_while_reading_saves_nothing_and_says_so(exists: bool, folder: Pa
     assert (sorted(folder.rglob("*")), Path("book.mem").read_bytes() if exists else None) == before
 
 
-@pytest.mark.slow
 def test_ctrl_c_while_writing_ends_the_line_of_what_was_streamed_in_utf8(folder: Path) -> None:
     arguments = ["mac", "é", "--echo", "--max-new-tokens", "1000000", "--memory", "new.mem", "--save-memory"]
     process = start(*arguments, folder=folder, env={"PYTHONIOENCODING": "ascii"})
