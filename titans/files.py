@@ -135,9 +135,9 @@ def may_be_on_hub(name: str, pattern: str = HUB_NAME) -> bool:
     It is taken for a path if it begins with ``.``, ``/`` or ``~``, ends with ``/`` or as a file does, or is in a folder
     that is here.
     """
-    path_like = name.startswith((".", "/", "~")) or ("/" in name and Path(name).parent.exists())
-    path_like = path_like or name.endswith((".yaml", ".yml", ".json", ".jsonl", ".txt", ".parquet"))
-    return not path_like and re.fullmatch(pattern, name) is not None
+    if name.startswith((".", "/", "~")) or name.endswith((".yaml", ".yml", ".json", ".jsonl", ".txt", ".parquet")):
+        return False
+    return not ("/" in name and Path(name).parent.exists()) and re.fullmatch(pattern, name) is not None
 
 
 def not_there(name: str) -> str:

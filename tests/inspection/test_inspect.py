@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from tokenizers.decoders import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from tests.browser import needs_browser, open_page
 from tests.models.cases import KINDS, VARIANTS, config, model, tokens
 from titans import TitansForCausalLM
 from titans.inspection.inspect import (
@@ -35,7 +34,6 @@ from titans.inspection.inspect import (
 )
 from titans.inspection.page import render_page, to_json, visible
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 NASTY = (
     'a <b>&amp;</b>\n\t"q" </script><script>alert(1)</script> {{ data }} {% endblock %} é日🙂 \x00\x07\u202e\u2028 end'
 )
@@ -282,7 +280,7 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
     assert to_json(inspection)["layers"][0]["loss"][0] is None
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@needs_browser
 @pytest.mark.parametrize("kind", ["mac", "linear-attention"])
 def test_a_browser_shows_every_token_and_has_nothing_to_complain_of(kind: str, tmp_path: Path) -> None:
     inspection, page = nasty_page(kind)
@@ -293,19 +291,13 @@ def test_a_browser_shows_every_token_and_has_nothing_to_complain_of(kind: str, t
     point = "document.querySelector('#tokens span').dispatchEvent(new PointerEvent('pointerover', {bubbles: true}));"
     path = tmp_path / "page.html"
     path.write_text(page.replace("</body>", f"{click}{point}</script></body>"), encoding="utf-8")
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    done = subprocess.run(
-        [str(CHROMIUM), *flags.split(), "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
-         "--enable-logging=stderr", "--virtual-time-budget=5000", "--dump-dom", path.as_uri()],
-        capture_output=True, encoding="utf-8", timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    assert 'data-ready="true"' in done.stdout
-    shown = re.findall(r'<span data-i="(\d+)"[^>]*style="background: rgb[^>]*>', done.stdout)
+    shown_page = open_page(path, tmp_path / "profile")
+    assert 'data-ready="true"' in shown_page
+    shown = re.findall(r'<span data-i="(\d+)"[^>]*style="background: rgb[^>]*>', shown_page)
     assert shown == [str(index) for index in range(len(inspection.tokens))][-len(shown) :]
     assert len(shown) >= len(inspection.tokens) - 1  # of the first, no prediction was made
-    assert done.stdout.count("<figure>") == 9
-    assert "token 1, id 97, layer 2" in done.stdout
+    assert shown_page.count("<figure>") == 9
+    assert "token 1, id 97, layer 2" in shown_page
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import base64
 import math
-import shutil
 from typing import Any
 
 from matplotlib.axes import Axes
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "chrome"))), None)
 HOSTILE = "<script>alert(1)</script> \"'& $\\frac{1} {{ title }} {% raw %} [/red] \x1b[31m ../../up"
 PNG = base64.b64decode(  # one white dot
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGP4DwABAQEAsTj2FAAAAABJRU5ErkJggg=="

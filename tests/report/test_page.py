@@ -5,7 +5,6 @@ import io
 import json
 import re
 import struct
-import subprocess
 from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
@@ -14,7 +13,8 @@ import pytest
 from jinja2 import UndefinedError
 from rich.console import Console
 
-from tests.report.cases import CHROMIUM, HOSTILE, PNG, many, result
+from tests.browser import needs_browser, open_page
+from tests.report.cases import HOSTILE, PNG, many, result
 from titans.report.page import (
     Figure,
     Section,
@@ -132,7 +132,7 @@ def test_wide_tables_turn_on_a_narrow_screen_and_numbers_stand_to_the_right() ->
     assert ['<td class="number"' in page for page in pages] == [True, True, False, False]
 
 
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
+@needs_browser
 def test_a_browser_shows_the_page_at_both_widths_without_scrolling_sideways(written: Path, tmp_path: Path) -> None:
     single = write_report([result()], tmp_path / "single")
     frames = [(page, width) for page in (written / "report.html", single) for width in (1280, 390)]
@@ -149,15 +149,9 @@ def test_a_browser_shows_the_page_at_both_widths_without_scrolling_sideways(writ
       onload = () => { document.getElementById("found").textContent = all(); };
     """
     (tmp_path / "frames.html").write_text(f'<!doctype html>{body}<pre id="found"></pre><script>{script}</script>')
-    flags = "--headless --no-sandbox --disable-gpu --no-first-run --disable-background-networking --disable-sync"
-    done = subprocess.run(
-        [str(CHROMIUM), *flags.split(), "--disable-component-update", f"--user-data-dir={tmp_path / 'profile'}",
-         "--allow-file-access-from-files", "--enable-logging=stderr", "--virtual-time-budget=10000", "--dump-dom",
-         (tmp_path / "frames.html").as_uri()],
-        capture_output=True, encoding="utf-8", timeout=120, check=True,
-    )  # fmt: skip
-    assert "CONSOLE" not in done.stderr
-    found = json.loads(unescape(done.stdout.split('<pre id="found">')[1].split("</pre>")[0]))
+    frame_page = tmp_path / "frames.html"
+    document = open_page(frame_page, tmp_path / "profile", "--allow-file-access-from-files", milliseconds=10_000)
+    found = json.loads(unescape(document.split('<pre id="found">')[1].split("</pre>")[0]))
     assert [frame["sections"] for frame in found] == [7, 7, 3, 3]
     for (_, width), frame in zip(frames, found, strict=True):
         assert frame["ready"] == "complete"

@@ -139,6 +139,3 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
 
 
 HOOKS = {"babilong": _babilong}
-SMALL = read_recipe(shipped_recipes()["_small"])
-RECALL: dict[str, Any] = SMALL["model"]  # of the small models,
-SCHEDULE: dict[str, Any] = SMALL["train"]  # and how they are trained

@@ -22,7 +22,6 @@ from titans.bench.model import BASELINE, PREFILL, run_model_benchmark
 from titans.bench.settings import ModelBenchmarkSettings
 from titans.bench.timing import busy_notices, machine_text
 from titans.evaluation.measure import Evaluation
-from titans.experiments.catalogue import RECALL, SCHEDULE
 from titans.experiments.memory_tests import (
     AGAIN,
     CHANGED,
@@ -32,6 +31,7 @@ from titans.experiments.memory_tests import (
     mean_surprise,
     surprise_of_facts,
 )
+from titans.experiments.recipes import read_recipe, shipped_recipes
 from titans.experiments.runs import Job, check_jobs, run_folder, run_jobs
 from titans.experiments.tasks import read_result
 from titans.files import METRICS
@@ -44,10 +44,15 @@ from titans.tasks.recall import Recall
 from titans.training.callbacks import read_metrics
 from titans.training.config import TrainConfig
 
-MODEL: dict[str, Any] = {"name": "mac", **RECALL, "memory_depth": 1}  # a linear memory learns it in the fewest steps
+SMALL = read_recipe(shipped_recipes()["_small"])  # the model and the schedule of the small experiments
+MODEL: dict[str, Any] = {
+    "name": "mac",
+    **SMALL["model"],
+    "memory_depth": 1,
+}  # a linear memory learns it in the fewest steps
 # Training begins with half the length, where a batch asks more often: the plateau before recall takes half the time.
 TRAIN: dict[str, Any] = {
-    **SCHEDULE, "data": f"task:{Recall.name}", "length": 64, "shortest": 32, "batch_tokens": 1024, "steps": 500,
+    **SMALL["train"], "data": f"task:{Recall.name}", "length": 64, "shortest": 32, "batch_tokens": 1024, "steps": 500,
     "log_every": 10, "eval_every": 40, "save_every": 80, "eval_tokens": 4096, "final_eval_tokens": 4096,
 }  # fmt: skip
 SEEDS = (0, 1)
