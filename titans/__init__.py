@@ -9,7 +9,14 @@ from titans._register import register_when_transformers_is_loaded
 
 if TYPE_CHECKING:
     from titans.layers import NeuralMemory
-    from titans.models import TitansCache, TitansConfig, TitansForCausalLM, TitansModel
+    from titans.models import (
+        TitansCache,
+        TitansConfig,
+        TitansForCausalLM,
+        TitansForPrediction,
+        TitansModel,
+        TitansPredictionConfig,
+    )
     from titans.ops import MemoryState
 
 __version__ = "0.1.0"
@@ -19,7 +26,9 @@ _HOME = {
     "TitansCache": "titans.models",
     "TitansConfig": "titans.models",
     "TitansForCausalLM": "titans.models",
+    "TitansForPrediction": "titans.models",
     "TitansModel": "titans.models",
+    "TitansPredictionConfig": "titans.models",
 }
 __all__ = [
     "MemoryState",
@@ -27,7 +36,9 @@ __all__ = [
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
+    "TitansForPrediction",
     "TitansModel",
+    "TitansPredictionConfig",
     "__version__",
 ]
 

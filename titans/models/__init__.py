@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titans.models.baselines import NAMES, SIZES, build, config_for, count_parameters, state_bytes
     from titans.models.cache import TitansCache
-    from titans.models.configuration import TitansConfig
+    from titans.models.configuration import TitansConfig, TitansPredictionConfig
     from titans.models.modeling import TitansForCausalLM, TitansModel, TitansPreTrainedModel
+    from titans.models.prediction import TitansForPrediction
     from titans.models.presets import PRESETS
 
 _HOME = {
@@ -21,9 +22,11 @@ _HOME = {
     "state_bytes": "baselines",
     "TitansCache": "cache",
     "TitansConfig": "configuration",
+    "TitansPredictionConfig": "configuration",
     "TitansForCausalLM": "modeling",
     "TitansModel": "modeling",
     "TitansPreTrainedModel": "modeling",
+    "TitansForPrediction": "prediction",
     "PRESETS": "presets",
 }
 __all__ = [
@@ -33,8 +36,10 @@ __all__ = [
     "TitansCache",
     "TitansConfig",
     "TitansForCausalLM",
+    "TitansForPrediction",
     "TitansModel",
     "TitansPreTrainedModel",
+    "TitansPredictionConfig",
     "build",
     "config_for",
     "count_parameters",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -13,6 +14,8 @@ from titans.models.presets import PRESETS, apply_preset, check_preset
 VARIANTS = ("lmm", "mac", "mag", "mal")
 FFNS = ("swiglu", "plain")
 GATES = ("sigmoid", "silu", "multiply", "sum", "memory")
+TOKENS = ("patches", "variates")
+PREDICTION_LOSSES = ("mse", "mae", "huber", "quantile")
 DEFAULT_GATES = {"mac": "memory"}  # the attention's output reaches the stream anyway
 # the least that whole numbers may be
 LEAST = {
@@ -51,6 +54,7 @@ class TitansConfig(PreTrainedConfig):
     """
 
     model_type: ClassVar[str] = "titans"
+    least_vocabulary: ClassVar[int] = 1
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values"]
 
     variant: str = "mac"
@@ -151,21 +155,8 @@ class TitansConfig(PreTrainedConfig):
             "memory_activation": ACTIVATIONS, "memory_gates": MEMORY_GATES, "memory_forget_to": HOMES,
             "preset": PRESETS,
         }  # fmt: skip
-        for name, kind in TitansConfig.__annotations__.items():
-            value = getattr(self, name)
-            if value is None and kind.endswith("| None"):
-                continue
-            if name in choices and not (isinstance(value, str) and value in choices[name]):
-                raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices[name])}")
-            if kind == "bool" and not isinstance(value, bool):
-                raise ValueError(f"{name} is {value!r}; expected True or False")
-            if name in LEAST and not (_is_number(value, int) and value >= LEAST[name]):
-                raise ValueError(f"{name} is {value!r}; expected a whole number of at least {LEAST[name]}")
-            if name in MOST:
-                most = MOST[name]
-                if not (_is_number(value) and value > 0 and (most is None or value <= most)):
-                    expected = "a positive number" if most is None else f"a number in (0, {most}]"
-                    raise ValueError(f"{name} is {value!r}; expected {expected}")
+        least = LEAST | {"vocab_size": self.least_vocabulary}
+        check_fields(self, TitansConfig.__annotations__, choices, least, MOST)
         alphas = self.memory_fixed_alpha
         if alphas is not None and not (isinstance(alphas, (list, tuple)) and all(map(_is_number, alphas))):
             raise ValueError(f"memory_fixed_alpha is {alphas!r}; expected a list of numbers, one per head")
@@ -199,13 +190,136 @@ class TitansConfig(PreTrainedConfig):
 
 # fields that a state does not depend on
 NOT_IN_CACHE = (
+    "prediction_length", "linear_skip", "dropout", "loss", "huber_delta", "quantiles",
     "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
     "eos_token_id", "memory_first_order", "memory_checkpoint_every",
 )  # fmt: skip
+
+
+def check_fields(
+    config: PreTrainedConfig,
+    kinds: Mapping[str, str],
+    choices: Mapping[str, Iterable[str]],
+    least: Mapping[str, int],
+    most: Mapping[str, float | None],
+) -> None:
+    """Raises a ``ValueError`` at a field that is not of its kind.
+
+    Args:
+        kinds: the fields to check, with their annotations.
+        choices: what a text may be.
+        least: the least that whole numbers may be.
+        most: the most that positive numbers may be; None: anything.
+    """
+    for name, kind in kinds.items():
+        value = getattr(config, name)
+        if value is None and kind.endswith("| None"):
+            continue
+        if name in choices and not (isinstance(value, str) and value in choices[name]):
+            raise ValueError(f"{name} is {value!r}; expected one of {', '.join(choices[name])}")
+        if kind == "bool" and not isinstance(value, bool):
+            raise ValueError(f"{name} is {value!r}; expected True or False")
+        if name in least and not (_is_number(value, int) and value >= least[name]):
+            raise ValueError(f"{name} is {value!r}; expected a whole number of at least {least[name]}")
+        if name in most:
+            limit = most[name]
+            if not (_is_number(value) and value > 0 and (limit is None or value <= limit)):
+                expected = "a positive number" if limit is None else f"a number in (0, {limit}]"
+                raise ValueError(f"{name} is {value!r}; expected {expected}")
 
 
 def _is_number(value: Any, kind: Any = (int, float)) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+class TitansPredictionConfig(TitansConfig):
+    """The description of a Titans forecaster; everything of :class:`TitansConfig`, and:
+
+    Args:
+        context_length: values that a forecast looks back on directly, normalised by their own mean and deviation.
+            Whatever came before reaches the forecast through the memory alone.
+        prediction_length: values that are forecast at once.
+        num_input_channels: variates of a series.
+        tokens: ``"patches"``, where each channel is a sequence of its own and a token is a patch of it, as in PatchTST;
+            ``"variates"``, where the channels stand in one sequence and a token is a channel's whole context, as in
+            iTransformer.
+        patch_length, patch_stride: values of a patch, and from one patch to the next.
+        linear_skip: adds a linear map from the context to the horizon to what the blocks forecast.
+        dropout: on the tokens and before the head.
+        loss: ``"mse"``, ``"mae"``, ``"huber"`` or ``"quantile"``.
+        huber_delta: where Huber's loss turns from squares to distances.
+        quantiles: for the quantile loss, rising; the one closest to the middle is the point forecast.
+    """
+
+    model_type: ClassVar[str] = "titans_prediction"
+    least_vocabulary: ClassVar[int] = 0
+
+    variant: str = "lmm"
+    vocab_size: int = 0
+    hidden_size: int = 64
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    segment_size: int = 16
+    window_size: int = 16
+    num_persistent_tokens: int = 4
+    memory_heads: int = 2
+    tie_word_embeddings: bool = False
+
+    context_length: int = 96
+    prediction_length: int = 96
+    num_input_channels: int = 1
+    tokens: str = "patches"
+    patch_length: int = 16
+    patch_stride: int = 8
+    linear_skip: bool = True
+    dropout: float = 0.1
+    loss: str = "mse"
+    huber_delta: float = 1.0
+    quantiles: list[float] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """As that of :class:`TitansConfig`."""
+        super().__post_init__(**kwargs)
+        import titans.models.prediction  # noqa: F401
+
+    def check(self) -> None:
+        """As :meth:`TitansConfig.check`."""
+        super().check()
+        least = dict.fromkeys(
+            ("context_length", "prediction_length", "num_input_channels", "patch_length", "patch_stride"), 1
+        )
+        choices = {"tokens": TOKENS, "loss": PREDICTION_LOSSES}
+        check_fields(self, TitansPredictionConfig.__annotations__, choices, least, {"huber_delta": None})
+        if self.patch_length > self.context_length:
+            raise ValueError(
+                f"patch_length is {self.patch_length} and context_length is {self.context_length}; "
+                "expected patches that fit into the context"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout!r}; expected a number in [0, 1)")
+        if (self.loss == "quantile") != bool(self.quantiles):
+            raise ValueError(
+                f"loss is {self.loss!r} and quantiles is {self.quantiles!r}; expected quantiles with the quantile loss"
+            )
+        quantiles = self.quantiles or []
+        if sorted(set(quantiles)) != list(quantiles) or not all(0 < q < 1 for q in quantiles):
+            raise ValueError(f"quantiles is {quantiles!r}; expected rising numbers between 0 and 1")
+
+    @property
+    def token_length(self) -> int:
+        """Values that a token is made of."""
+        return self.patch_length if self.tokens == "patches" else self.context_length
+
+    @property
+    def token_stride(self) -> int:
+        """Values from one token of a channel to the next."""
+        return self.patch_stride if self.tokens == "patches" else self.context_length
+
+    @property
+    def tokens_in_context(self) -> int:
+        """Tokens of one channel that cover the context."""
+        return 1 + -(-(self.context_length - self.token_length) // self.token_stride)
+
+
 AutoConfig.register("titans", TitansConfig, exist_ok=True)
+AutoConfig.register("titans_prediction", TitansPredictionConfig, exist_ok=True)

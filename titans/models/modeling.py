@@ -156,7 +156,7 @@ class TitansModel(TitansPreTrainedModel):
 
     def __init__(self, config: TitansConfig) -> None:
         super().__init__(config)
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.vocab_size else None
         self.embed_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # what blocks add is not small
         self.layers = nn.ModuleList(make_layer(config) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
@@ -192,6 +192,8 @@ class TitansModel(TitansPreTrainedModel):
             raise ValueError("expected either input_ids or inputs_embeds, and not both")
         if inputs_embeds is None:
             assert input_ids is not None
+            if self.embed_tokens is None:
+                raise ValueError("vocab_size is 0, so that the model has no embedding; expected inputs_embeds")
             self._check_ids(input_ids)
             inputs_embeds = self.embed_tokens(input_ids)
         elif inputs_embeds.ndim != 3 or inputs_embeds.shape[-1] != self.config.hidden_size:
