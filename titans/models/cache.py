@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -161,35 +161,42 @@ class TitansCache(Cache):
                 f"the cache holds {self.batch_size} sequences and the batch has {batch_size}; expected the same"
             )
 
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the cache as one safetensors file, under a temporary name first."""
-        tensors = dict(_tensors("", self.states))
-        metadata = {
-            "format": FORMAT,
-            "version": VERSION,
+    def pack(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """The states as named tensors, and the words that :meth:`unpack` needs beside them: what a file can hold."""
+        words = {
             "config": json.dumps(self.fingerprint),
             "seen": str(self.seen),
             "types": json.dumps(dict(_types("", self.states))),
         }
-        write_tensors(path, tensors, metadata | {"digest": _digest(tensors, metadata)})
+        return dict(_tensors("", self.states)), words
+
+    @classmethod
+    def unpack(cls, tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> TitansCache:
+        """The inverse of :meth:`pack`; a ``ValueError``, ``KeyError`` or ``TypeError`` where something is missing."""
+        types = json.loads(words["types"])
+        cache = cls.__new__(cls)
+        cache.fingerprint = json.loads(words["config"])
+        count = cache.fingerprint["num_hidden_layers"]
+        Cache.__init__(cache, layers=[TitansCacheLayer(_build(str(i), types, tensors)) for i in range(count)])
+        cache.seen = int(words["seen"])
+        return cache
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the cache as one safetensors file, under a temporary name first."""
+        tensors, words = self.pack()
+        metadata = {"format": FORMAT, "version": VERSION, **words}
+        write_tensors(path, tensors, metadata | {"digest": digest(tensors, metadata)})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> TitansCache:
         """Reads a cache written by :meth:`save`; a ``ValueError`` says what is wrong with any other file."""
         tensors, metadata = read_tensors(path, device, FORMAT, VERSION, "cache")
-        if metadata.pop("digest", None) != _digest(tensors, metadata):
+        if metadata.pop("digest", None) != digest(tensors, metadata):
             raise ValueError(f"{path} is damaged: its contents are not what was saved")
         try:
-            types = json.loads(metadata["types"])
-            cache = cls.__new__(cls)
-            cache.fingerprint = json.loads(metadata["config"])
-            count = cache.fingerprint["num_hidden_layers"]
-            layers = [TitansCacheLayer(_build(str(i), types, tensors)) for i in range(count)]
-            Cache.__init__(cache, layers=layers)
-            cache.seen = int(metadata["seen"])
+            return cls.unpack(tensors, metadata)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {error!r}") from error
-        return cache
 
 
 def _own(x: Tensor) -> Tensor:
@@ -225,7 +232,7 @@ def _types(path: str, value: Any) -> Iterator[tuple[str, str]]:
         yield from _types(f"{path}.{name}" if path else name, part)
 
 
-def _build(path: str, types: dict[str, str], tensors: dict[str, Tensor]) -> Any:
+def _build(path: str, types: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Any:
     """The inverse of :func:`_tensors` and :func:`_types` together."""
     kind = types.get(path)
     if kind is None:
@@ -238,10 +245,11 @@ def _build(path: str, types: dict[str, str], tensors: dict[str, Tensor]) -> Any:
     return TYPES[kind](**parts)
 
 
-def _digest(tensors: dict[str, Tensor], metadata: dict[str, str]) -> str:
-    digest = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
+def digest(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """What tells a file with these contents from any other."""
+    found = hashlib.blake2b(json.dumps(metadata, sort_keys=True).encode(), digest_size=16)
     for name in sorted(tensors):
         x = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
-        digest.update(x.flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
+        found.update(f"{name} {x.dtype} {tuple(x.shape)}".encode())
+        found.update(x.flatten().view(torch.uint8).numpy().tobytes())
+    return found.hexdigest()
