@@ -53,14 +53,15 @@ class TitansForPrediction(TitansPreTrainedModel):
     config: TitansPredictionConfig
     main_input_name = "past_values"
 
-    def __init__(self, config: TitansPredictionConfig) -> None:
+    def __init__(self, config: TitansPredictionConfig, outputs_per_step: int | None = None) -> None:
+        """``outputs_per_step``: those of the head for a step of the horizon; None: one for each quantile."""
         super().__init__(config)
         width, channels = config.hidden_size, 1 if config.tokens == "patches" else config.num_input_channels
         self.embed = nn.Linear(config.token_length, width)
         self.position = nn.Parameter(torch.empty(config.tokens_in_context * channels, width))
         self.model = TitansModel(config)
         self.dropout = nn.Dropout(config.dropout)
-        outputs = config.prediction_length * len(config.quantiles or [0])
+        outputs = config.prediction_length * (outputs_per_step or len(config.quantiles or [0]))
         self.head = nn.Linear(config.tokens_in_context * width, outputs)
         self.skip = nn.Linear(config.context_length, outputs) if config.linear_skip else None
         self.post_init()
@@ -98,26 +99,10 @@ class TitansForPrediction(TitansPreTrainedModel):
         values, seen = _pad_front(*recent, context)
         loc, scale = moments(values, seen)
         values = normalise(values, seen, loc, scale)
-        x, mask = self._tokens(values, seen)
-        x = x + self.position.to(x.dtype).expand(len(x), -1, -1)
-        count = x.shape[1]
-        if history is not None:
-            before, alive = history
-            x, mask = torch.cat([before, x], dim=1), torch.cat([alive, mask], dim=1)
-        read = self.model(
-            inputs_embeds=self.dropout(x),
-            attention_mask=None if bool(mask.all()) else mask,
-            past_key_values=past_key_values,
-            use_cache=False,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
+        outputs, read = self.project(
+            values, seen, history=history, past_key_values=past_key_values, output_hidden_states=output_hidden_states
         )
-        hidden = self._by_channel(read.last_hidden_state[:, -count:])
-        outputs = self.head(self.dropout(hidden))
-        if self.skip is not None:
-            outputs = outputs + self.skip(values)
         quantiles = self.config.quantiles or [0.5]
-        outputs = outputs.unflatten(-1, (self.config.prediction_length, len(quantiles)))
         outputs = (loc.unsqueeze(-1) + scale.unsqueeze(-1) * outputs.sort(-1).values).transpose(1, 2)
         middle = min(range(len(quantiles)), key=lambda i: abs(quantiles[i] - 0.5))
         result = TitansPredictionOutput(
@@ -131,6 +116,41 @@ class TitansForPrediction(TitansPreTrainedModel):
             result.loss = self._loss(outputs, future_values, future_observed_mask)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return result if wants_dict else result.to_tuple()
+
+    def project(
+        self, values: Tensor, seen: Tensor, covariates: Tensor | None = None, history: Any = None, **options: Any
+    ) -> tuple[Tensor, Any]:
+        """What the head makes of a normalised context.
+
+        Args:
+            values, seen: (batch, channels, context_length), and which of them were observed.
+            covariates: (rows, tokens, width), added to the tokens of the context.
+            history: the tokens before the context, and which of them have a value.
+            options: of the blocks.
+
+        Returns:
+            (batch, channels, prediction_length, outputs of a step), and what the blocks returned.
+        """
+        x, mask = self._tokens(values, seen)
+        x = x + self.position.to(x.dtype).expand(len(x), -1, -1)
+        if covariates is not None:
+            x = x + covariates
+        count = x.shape[1]
+        if history is not None:
+            before, alive = history
+            x, mask = torch.cat([before, x], dim=1), torch.cat([alive, mask], dim=1)
+        read = self.model(
+            inputs_embeds=self.dropout(x),
+            attention_mask=None if bool(mask.all()) else mask,
+            use_cache=False,
+            return_dict=True,
+            **options,
+        )
+        hidden = self._by_channel(read.last_hidden_state[:, -count:])
+        outputs = self.head(self.dropout(hidden))
+        if self.skip is not None:
+            outputs = outputs + self.skip(values)
+        return outputs.unflatten(-1, (self.config.prediction_length, -1)), read
 
     def remember(
         self,
@@ -185,9 +205,7 @@ class TitansForPrediction(TitansPreTrainedModel):
 
     def _tokens(self, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """The context's tokens, (rows, tokens, width), and which of them have a value."""
-        size, step = self.config.token_length, self.config.token_stride
-        short = -(values.shape[-1] - size) % step
-        patches, alive = (F.pad(x, (short, 0)).unfold(-1, size, step) for x in (values, seen))
+        patches, alive = (cut(x, self.config.token_length, self.config.token_stride) for x in (values, seen))
         return self._in_sequence(self.embed(patches), alive.any(-1))
 
     def _in_sequence(self, x: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
@@ -250,6 +268,11 @@ def moments(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 def normalise(values: Tensor, seen: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
     """(values - loc) / scale; 0 where nothing was seen, or all values are equal."""
     return (values - loc) * seen / torch.where(scale > 0, scale, 1)
+
+
+def cut(values: Tensor, size: int, step: int) -> Tensor:
+    """(..., time) as tokens (..., tokens, size); 0 where the first one begins before the values do."""
+    return F.pad(values, (-(values.shape[-1] - size) % step, 0)).unfold(-1, size, step)
 
 
 def _pad_front(values: Tensor, seen: Tensor, length: int) -> tuple[Tensor, Tensor]:
