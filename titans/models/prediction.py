@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansPredictionConfig
 from titans.models.modeling import TitansModel, TitansPreTrainedModel
+from titans.words import require_whole
 
 # of the last values, a smaller spread than this is rounding, and the series is constant
 FLAT = 1e-5
@@ -28,7 +29,6 @@ class TitansPredictionOutput(ModelOutput):
         prediction_outputs: (batch, prediction_length, channels), the point forecast.
         quantile_outputs: (batch, prediction_length, channels, quantiles), with the quantile loss.
         loc, scale: (batch, 1, channels), mean and deviation of the context.
-        past_key_values: the memory of what came before the context, where ``use_cache`` asked for it.
         hidden_states: those of the blocks.
     """
 
@@ -37,7 +37,6 @@ class TitansPredictionOutput(ModelOutput):
     quantile_outputs: Tensor | None = None
     loc: Tensor | None = None
     scale: Tensor | None = None
-    past_key_values: TitansCache | None = None
     hidden_states: tuple[Tensor, ...] | None = None
 
 
@@ -106,14 +105,13 @@ class TitansForPrediction(TitansPreTrainedModel):
         outputs = (loc.unsqueeze(-1) + scale.unsqueeze(-1) * outputs.sort(-1).values).transpose(1, 2)
         middle = min(range(len(quantiles)), key=lambda i: abs(quantiles[i] - 0.5))
         result = TitansPredictionOutput(
+            loss=None if future_values is None else self._loss(outputs, future_values, future_observed_mask),
             prediction_outputs=outputs[..., middle],
             quantile_outputs=outputs if self.config.quantiles else None,
             loc=loc.transpose(1, 2),
             scale=scale.transpose(1, 2),
             hidden_states=read.hidden_states,
         )
-        if future_values is not None:
-            result.loss = self._loss(outputs, future_values, future_observed_mask)
         wants_dict = self.config.return_dict if return_dict is None else return_dict
         return result if wants_dict else result.to_tuple()
 
@@ -168,6 +166,11 @@ class TitansForPrediction(TitansPreTrainedModel):
                 ``context_length`` less the length of a token.
         """
         past, observed = self._checked("past_values", past_values, past_observed_mask)
+        require_whole(least=0, already_read=already_read)
+        if already_read > self._overlap:
+            raise ValueError(
+                f"already_read is {already_read}; expected at most {self._overlap}, context_length less a token"
+            )
         x, mask = self._history(past, observed, already_read)
         cache = self.model(
             inputs_embeds=self.dropout(x),
@@ -228,6 +231,9 @@ class TitansForPrediction(TitansPreTrainedModel):
             raise ValueError(f"{name} has shape {tuple(values.shape)}; expected (batch, time, {channels})")
         if observed is None:
             observed = torch.ones_like(values, dtype=torch.bool)
+        shape = tuple(values.shape)
+        if tuple(observed.shape) not in (shape, shape[:2]):
+            raise ValueError(f"the mask of {name} has shape {tuple(observed.shape)}; expected {shape} or {shape[:2]}")
         observed = (observed.unsqueeze(-1) if observed.ndim == 2 else observed).to(torch.bool).expand_as(values)
         values = values.to(self.embed.weight.dtype).masked_fill(~observed, 0)
         if not bool(torch.isfinite(values).all()):
@@ -260,12 +266,14 @@ def point_losses(config: TitansPredictionConfig, outputs: Tensor, future: Tensor
 def moments(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of what was seen along the last axis, which is kept; (0, 0) where nothing was."""
     count = seen.sum(-1, keepdim=True).clamp(min=1)
-    loc = values.sum(-1, keepdim=True) / count
-    scale = ((values - loc) * seen).square().sum(-1, keepdim=True).div(count).sqrt()
+    loc = (values / count).sum(-1, keepdim=True)
+    away = (values - loc) * seen
+    unit = away.abs().amax(-1, keepdim=True)  # squares of anything larger or smaller may not be numbers
+    scale = unit * normalise(away, seen, 0, unit).square().sum(-1, keepdim=True).div(count).sqrt()
     return loc, torch.where(scale > FLAT * loc.abs(), scale, 0)
 
 
-def normalise(values: Tensor, seen: Tensor, loc: Tensor, scale: Tensor) -> Tensor:
+def normalise(values: Tensor, seen: Tensor, loc: Tensor | float, scale: Tensor) -> Tensor:
     """(values - loc) / scale; 0 where nothing was seen, or all values are equal."""
     return (values - loc) * seen / torch.where(scale > 0, scale, 1)
 
