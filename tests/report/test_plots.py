@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
+from datetime import datetime
 
 import pytest
 from hypothesis import given
@@ -11,9 +13,11 @@ from matplotlib.axes import Axes
 from tests.report.cases import legend
 from titans.report.plots import (
     Curve,
+    Forecast,
     Span,
     plot_bars,
     plot_dots,
+    plot_forecasts,
     plot_heat,
     plot_lines,
     plot_sequence,
@@ -147,3 +151,35 @@ def test_a_sequence_has_a_bar_per_token_a_colour_per_kind_and_its_parts_named(dr
 def test_the_name_of_an_axis_stays_beside_it(drawn: list[Axes]) -> None:
     plot_heat(["1k", "2k"], ["0", "1"], [[0.5, 0.5]] * 2, "t", "x", "depth (share of the sequence)", "v", str)
     assert drawn[0].yaxis.label.get_window_extent().y1 < drawn[0].figure.texts[0].get_window_extent().y0
+
+
+def a_forecast(name: str = "OT", start: int = 0, **ends: list[float]) -> Forecast:
+    return Forecast(name, list(range(start, start + 5)), [1.0, 2.0, None, 4.0, None], [3.5, 4.5], **ends)
+
+
+def test_a_forecast_is_drawn_over_the_last_times_with_its_interval(drawn: list[Axes]) -> None:
+    plot_forecasts([a_forecast(lows=[3.0, 3.5], highs=[4.0, 5.5])], "t", "day", "80% interval")
+    observed, forecast, start = drawn[0].lines
+    assert observed.get_xdata().tolist() == [0, 1, 2, 3, 4]
+    assert (forecast.get_xdata().tolist(), forecast.get_ydata().tolist()) == ([3, 4], [3.5, 4.5])
+    assert list(start.get_xdata()) == [3, 3]
+    assert len(drawn[0].collections) == 1
+    assert (drawn[0].get_xlabel(), drawn[0].get_ylabel()) == ("day", "OT")
+    assert legend(drawn[0]) == ["observed", "forecast", "80% interval"]
+
+
+@pytest.mark.parametrize(("starts", "shared"), [((0, 0), True), ((0, 90), False)])
+def test_several_forecasts_share_an_axis_if_they_share_their_times(
+    starts: tuple[int, int], shared: bool, drawn: list[Axes]
+) -> None:
+    plot_forecasts([a_forecast(str(start), start) for start in starts], "t", "day")
+    first, second = drawn[0].figure.axes
+    assert (first.get_xlim() == second.get_xlim()) == shared
+    assert [axes.get_title(loc="left") for axes in (first, second)] == [str(start) for start in starts]
+    assert legend(first) == ["observed", "forecast"]
+
+
+def test_times_of_a_forecast_may_be_dates(drawn: list[Axes]) -> None:
+    dates = [datetime(2020, 1, day) for day in range(1, 6)]
+    plot_forecasts([replace(a_forecast(), times=dates)], "t", "date")
+    assert drawn[0].xaxis.get_major_formatter().get_offset() == "2020-Jan"

@@ -1,4 +1,4 @@
-"""Everything that is drawn, as PNG in one palette: lines along numbers, bars, dots, heat maps, sequences."""
+"""Everything that is drawn, as PNG in one palette: lines along numbers, bars, dots, heat maps, sequences, forecasts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -72,6 +73,26 @@ class Span:
     low: float
     high: float
     text: str
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What was forecast for one series.
+
+    Attributes:
+        name: of the series.
+        times: dates or numbers, rising.
+        observed: the value at each of them, as far as it is known.
+        values: the forecast, for the last of the times.
+        lows, highs: ends of the interval of each; empty: none is drawn.
+    """
+
+    name: str
+    times: Sequence[Any]
+    observed: Values
+    values: Values
+    lows: Values = ()
+    highs: Values = ()
 
 
 def has_band(curve: Curve, curves: Sequence[Curve]) -> bool:
@@ -258,6 +279,44 @@ def plot_heat(
     return buffer.getvalue()
 
 
+def plot_forecasts(forecasts: Sequence[Forecast], title: str, x_label: str, interval: str = "interval") -> bytes:
+    """What was observed of each series, and what was forecast with its interval, one series below the other, as PNG.
+
+    Args:
+        interval: what it is called in the legend.
+    """
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    count = len(forecasts)
+    together = all(list(each.times) == list(forecasts[0].times) for each in forecasts)
+    height = 4.0 if count == 1 else 1.1 + (1.7 if together else 2.0) * count
+    with _drawing(height, count, together) as (axes, buffer):
+        handles: dict[str, Any] = {}
+        for place, forecast in zip(axes.figure.axes, forecasts, strict=True):
+            ahead = forecast.times[-len(forecast.values) :]
+            (handles["observed"],) = place.plot(forecast.times, _gaps(forecast.observed), color=DARK, lw=1.6)
+            (handles["forecast"],) = place.plot(ahead, _gaps(forecast.values), color=COLOURS[0], lw=2.0)
+            if forecast.lows and forecast.highs:
+                lows, highs = _gaps(forecast.lows), _gaps(forecast.highs)
+                handles[interval] = place.fill_between(ahead, lows, highs, color=COLOURS[0], alpha=0.2, lw=0)
+            place.axvline(ahead[0], color=GREY, linewidth=1.4, linestyle=":", zorder=1)
+            place.margins(x=0.01)
+            place.locator_params(axis="y", nbins=4)
+            place.grid(axis="y", color=GRID)
+            place.set_axisbelow(True)
+            place.spines[["top", "right"]].set_visible(False)
+            if count > 1:
+                place.set_title(_short(forecast.name), loc="left", fontsize=12, pad=3)
+            if isinstance(ahead[0], datetime):
+                locator = AutoDateLocator(minticks=3, maxticks=7)
+                place.xaxis.set_major_locator(locator)
+                place.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+            else:
+                place.locator_params(axis="x", nbins=6)
+        _finish_axes(axes, title, x_label, "" if count > 1 else _short(forecasts[0].name), handles)
+    return buffer.getvalue()
+
+
 def short_number(number: float) -> str:
     """A number for an axis: 0.25, 512, 1,000, 16k for 16384, 1.5M for 1,500,000 and 1M for 2 to the 20th."""
     if number >= 1e6:
@@ -287,8 +346,12 @@ def thin(places: Sequence[float], least: float = 1 / 9) -> list[int]:
 
 
 @contextmanager
-def _drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
-    """Axes to draw on, untouched by a user's settings for other figures; afterwards the buffer holds the PNG."""
+def _drawing(height: float, rows: int = 1, together: bool = True) -> Iterator[tuple[Axes, io.BytesIO]]:
+    """Axes to draw on, untouched by a user's settings for other figures; afterwards the buffer holds the PNG.
+
+    Of several rows, with one x-axis for all if they are drawn ``together``, these are the last ones; all are in
+    ``axes.figure.axes``.
+    """
     from matplotlib import style
     from matplotlib.figure import Figure
 
@@ -296,7 +359,7 @@ def _drawing(height: float) -> Iterator[tuple[Axes, io.BytesIO]]:
     with style.context(["default", STYLE]), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # of letters that the font lacks
         figure = Figure(figsize=(WIDTH, height), dpi=min(200, 30_000 / height), layout="constrained")
-        yield figure.subplots(), buffer
+        yield figure.subplots(rows, sharex=together, squeeze=False)[-1, 0], buffer
         figure.savefig(buffer, format="png")
 
 
