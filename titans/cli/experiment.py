@@ -37,6 +37,7 @@ Quick = Annotated[
 # The packages that an experiment needs, and the extra that installs them.
 TRAINING = ("transformers", "accelerate", "datasets", "yaml", "matplotlib"), "train"
 NEEDS = {
+    "forecasting": (("transformers", "pandas", "neuralforecast", "matplotlib"), "forecast,plot"),
     "memory": (("transformers", "matplotlib"), "models,plot"),
     "surprise": (("transformers", "matplotlib"), "text,plot"),
     "text-memory": (("transformers", "matplotlib"), "text,plot"),
@@ -152,6 +153,42 @@ def depth(
         language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
         language, limit = (language.quick(), read) if quick else (language, LIMIT)
         run_depth(language, out, numbers(depths, "--depths"), read, move, this_command(), limit)
+
+
+@app.command("forecasting", help=PROGRAMS["forecasting"])
+def forecasting(
+    folder: Annotated[
+        Path, typer.Argument(help="A folder with CSV files that have one column per variate, or one such file.")
+    ],
+    out: Out = Path("runs/forecasting"),
+    data: Annotated[str | None, typer.Option(help="Only these files, without .csv, with commas between them.")] = None,
+    models: Names = None,
+    horizons: Annotated[
+        str, typer.Option(help="Values that are forecast, with commas between them.")
+    ] = "96,192,336,720",
+    seeds: Seeds = "0,1,2",
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps of every model at most, instead of its own number.")
+    ] = None,
+    parts: Annotated[
+        str,
+        typer.Option(
+            help="What is compared: table (all models at a look-back of 96), look-back (longer look-backs against a "
+            "memory that has read everything before), or both with a comma between them."
+        ),
+    ] = "table",
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
+) -> None:
+    with _program("forecasting", out, quick) as (out, move):
+        from titans.experiments.forecasting import MODELS, ForecastingExperiment, run_forecasting
+
+        experiment = ForecastingExperiment(
+            str(folder), names(data), names(models) or MODELS, numbers(horizons, "--horizons"),
+            numbers(seeds, "--seeds"), names(parts), fit={} if steps is None else {"steps": steps},
+            at_a_time=at_a_time,
+        )  # fmt: skip
+        run_forecasting(experiment.quick() if quick else experiment, out, move, this_command())
 
 
 @app.command("memory", help=PROGRAMS["memory"])

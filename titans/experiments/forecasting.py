@@ -1,0 +1,284 @@
+"""The paper's Table 3: forecasters trained on the same windows of the same files, and tested on every window."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from titans.experiments.forecasting_report import forecasting_sections
+from titans.experiments.forecasting_runs import LOOK_BACKS, Run, check_run, do_run, load_data
+from titans.files import not_there, write_atomically, write_json
+from titans.forecasting.training import FitSettings
+from titans.models.configuration import VARIANTS
+from titans.report.outcome import read_kept, write_outcome
+from titans.report.progress import Progress, silent
+from titans.words import nearest, require_whole, sentence
+
+# What is built and how it is trained: options of the model and fields of FitSettings; "data" has what differs for data
+# sets whose names begin so.
+TITANS: dict[str, Any] = {"fit": {"learning_rate": 1e-3}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    **{variant: TITANS for variant in VARIANTS},
+    "patchtst": {
+        "fit": {"learning_rate": 1e-4},
+        "data": {
+            "ETTh": {
+                "options": {
+                    "d_model": 16, "num_attention_heads": 4, "ffn_dim": 128, "ff_dropout": 0.3,
+                    "positional_dropout": 0.3,
+                }
+            }
+        },
+    },
+    "itransformer": {
+        "fit": {"learning_rate": 1e-4},
+        "data": {
+            "ETTm": {"options": {"hidden_size": 128, "d_ff": 128}},
+            "weather": {"options": {"hidden_size": 512, "d_ff": 512, "e_layers": 3}},
+        },
+    },
+    "dlinear": {"fit": {"learning_rate": 1e-3}},
+    "nhits": {"fit": {"learning_rate": 1e-3}},
+    "last-value": {},
+    "last-season": {},
+}  # fmt: skip
+# The LMM with one part less: the options that differ.
+MEMORY_OFF = "lmm-memory-off"
+ABLATIONS: dict[str, dict[str, Any]] = {
+    MEMORY_OFF: {"memory_writes": False},
+    "lmm-linear-memory": {"memory_depth": 1},
+    "lmm-no-momentum": {"memory_momentum": False},
+}
+MODELS = (*VARIANTS, *ABLATIONS, *(name for name in SETTINGS if name not in VARIANTS))
+PARTS = ("table", "look-back")
+QUICK = {"steps": 2, "batch_size": 4, "evaluate_every": 2, "valid_windows": 8}
+QUICK_WINDOWS = 16
+
+
+@dataclass(frozen=True)
+class ForecastingExperiment:
+    """What is trained and tested.
+
+    Attributes:
+        data: a folder with CSV files, in folders of their own or not, or one such file.
+        names: of the data sets, which are the files' names without their ending; empty: all.
+        models: some of ``MODELS``.
+        horizons: values that are forecast.
+        seeds: one run of every model for each.
+        parts: some of ``PARTS``.
+        look_backs: values that a forecast looks back on. The table has the first; the part ``look-back`` compares all,
+            and the first with a memory that has read everything before it.
+        settings: as ``SETTINGS``.
+        fit: fields of FitSettings that differ for all models.
+        test_windows: how many windows are tested on at most; None: all.
+        at_a_time: how many runs go on side by side, with one thread each.
+    """
+
+    data: str
+    names: tuple[str, ...] = ()
+    models: tuple[str, ...] = MODELS
+    horizons: tuple[int, ...] = (96, 192, 336, 720)
+    seeds: tuple[int, ...] = (0, 1, 2)
+    parts: tuple[str, ...] = ("table",)
+    look_backs: tuple[int, ...] = LOOK_BACKS
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: SETTINGS)
+    fit: Mapping[str, Any] = field(default_factory=dict)
+    test_windows: int | None = None
+    at_a_time: int = 2
+
+    def __post_init__(self) -> None:
+        known = {"models": MODELS, "parts": PARTS}
+        for name in ("names", "models", "horizons", "seeds", "parts"):
+            given = getattr(self, name)
+            for each in given:
+                if name in known and each not in known[name]:
+                    raise ValueError(f"{name} has {each!r}: {nearest(each, known[name])}")
+                if given.count(each) > 1:
+                    raise ValueError(f"{name} has {each!r} more than once; expected each once")
+        for horizon in self.horizons:
+            require_whole(horizon=horizon)
+        require_whole(at_a_time=self.at_a_time)
+        FitSettings(**self.fit).check()
+
+    def quick(self) -> ForecastingExperiment:
+        """A few steps of one seed on the shortest horizon."""
+        return replace(
+            self, seeds=self.seeds[:1], horizons=(min(self.horizons),), fit=QUICK, test_windows=QUICK_WINDOWS
+        )
+
+
+def run_forecasting(
+    experiment: ForecastingExperiment, out: Path, progress: Progress = silent, command: str = ""
+) -> dict[str, Any]:
+    """Trains what is not trained yet; writes forecasting.json, forecasting.md, the page and its figures into ``out``.
+
+    Runs that are done, and were made with the same settings, are kept. A ``ValueError`` says what is wrong before
+    anything is trained, or, when all else is done and reported, which runs failed.
+    """
+    runs = plan(experiment)
+    failed: dict[str, str] = {}
+    try:
+        missing = [run for run in runs if not read_kept(run.file(out), run.settings)]
+        failed = _do_all(missing, out, experiment.at_a_time, len(runs), progress)
+    finally:  # what is done when it is interrupted is reported, too
+        report = _report(experiment, runs, failed, out, command)
+    if failed:
+        name, why = next(iter(failed.items()))
+        raise ValueError(f"{len(failed)} of {len(runs)} runs failed, the first one {name}: {why}")
+    return report
+
+
+def _report(
+    experiment: ForecastingExperiment, runs: Sequence[Run], failed: dict[str, str], out: Path, command: str
+) -> dict[str, Any]:
+    done = [kept for run in runs if (kept := read_kept(run.file(out), run.settings))]
+    report: dict[str, Any] = {
+        "name": "forecasting",
+        "command": command,
+        "date": time.strftime("%Y-%m-%d"),
+        "experiment": asdict(experiment),
+        "runs": done,
+        "failed": failed,
+    }
+    if done:
+        values = {run.data: load_data(run.path).values for run in runs}
+        write_outcome(report, "Forecasting", forecasting_sections(report, values), out)
+    return report
+
+
+def plan(experiment: ForecastingExperiment) -> list[Run]:
+    """All runs: the smallest data set first, and one seed of everything before the next.
+
+    A ``ValueError`` says what cannot be run.
+    """
+    found = sorted(find_files(experiment.data, experiment.names).values(), key=lambda path: load_data(path).values.size)
+    context, longest = experiment.look_backs[0], experiment.look_backs[-1]
+    kinds = [(model, context, 0) for model in experiment.models if "table" in experiment.parts]
+    if "look-back" in experiment.parts:
+        kinds += [(model, each, 0) for each in experiment.look_backs for model in ("lmm", MEMORY_OFF)]
+        kinds.append(("lmm", context, longest - context))
+    runs = [
+        _described(experiment, path, model, horizon, seed, context, history)
+        for path in found
+        for seed in experiment.seeds
+        for model, context, history in dict.fromkeys(kinds)
+        for horizon in experiment.horizons
+        if seed == experiment.seeds[0] or not model.startswith("last-")  # which have nothing random
+    ]
+    for run in runs:
+        check_run(run)
+    return runs
+
+
+def _described(
+    experiment: ForecastingExperiment, path: str, model: str, horizon: int, seed: int, context: int, history: int
+) -> Run:
+    base = "lmm" if model in ABLATIONS else model
+    given = experiment.settings[base]
+    own = [over for start, over in given.get("data", {}).items() if Path(path).stem.startswith(start)]
+    options, trained = (
+        {key: value for each in (given, *own) for key, value in each.get(part, {}).items()}
+        for part in ("options", "fit")
+    )
+    if base in VARIANTS:
+        options |= {"variant": base, **ABLATIONS.get(model, {})}
+    trained |= experiment.fit
+    return Run(path, model, horizon, seed, context, history, options, trained, experiment.test_windows)
+
+
+def find_files(path: str, names: Sequence[str] = ()) -> dict[str, str]:
+    """CSV files by the name of their data set: a file, or those in a folder and in the folders below."""
+    place = Path(path)
+    if not place.exists():
+        raise ValueError(f"{not_there(path)}; expected a folder with CSV files, or one")
+    files = sorted(place.rglob("*.csv")) if place.is_dir() else [place]
+    if not files:
+        raise ValueError(f"{path} has no CSV file; expected at least one, such as ETTh1.csv")
+    for name in names:
+        if name not in (known := [file.stem for file in files]):
+            raise ValueError(f"data is {name!r}: {nearest(name, known)}")
+    chosen = [file for file in files if not names or file.stem in names]
+    for file in chosen:
+        same = [other for other in chosen if other.stem == file.stem]
+        if len(same) > 1:
+            raise ValueError(f"{same[0]} and {same[1]} have the same name; expected each name once")
+    return {file.stem: str(file) for file in chosen}
+
+
+def _do_all(runs: Sequence[Run], out: Path, at_a_time: int, total: int, progress: Progress) -> dict[str, str]:
+    """Does the runs in processes of one thread; one at a time, in this one. Returns why those that failed did."""
+    failed: dict[str, str] = {}
+    done = total - len(runs)
+    results = _one_by_one(runs, out) if at_a_time == 1 else _side_by_side(runs, out, at_a_time)
+    progress(done, total, runs[0].name if runs else "")
+    for run, why in results:
+        done += 1
+        if why is not None:
+            failed[run.name] = why
+        progress(done, total, f"after {run.name}")
+    return failed
+
+
+def _one_by_one(runs: Sequence[Run], out: Path) -> Iterator[tuple[Run, str | None]]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for run in runs:
+            yield run, _attempt(run, out)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _side_by_side(runs: Sequence[Run], out: Path, at_a_time: int) -> Iterator[tuple[Run, str | None]]:
+    if not runs:
+        return
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    pool = ProcessPoolExecutor(at_a_time, context, _start_worker, (theirs,))
+    try:
+        futures = {pool.submit(_attempt, run, out): run for run in runs}
+        for future in as_completed(futures):
+            try:
+                yield futures[future], future.result()
+            except BrokenProcessPool:
+                yield futures[future], "its process, or one beside it, was ended from outside; it can be done again"
+    finally:
+        ours.close()
+        pool.shutdown(cancel_futures=True)
+
+
+def _start_worker(parent: Connection) -> None:
+    """One thread; and the process ends when its parent does, in whatever way, or closes its end."""
+    torch.set_num_threads(1)
+
+    def wait() -> None:
+        try:
+            parent.recv_bytes()
+        except (EOFError, OSError):
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _attempt(run: Run, out: Path) -> str | None:
+    """Does a run and writes its figures; returns why it failed, and leaves the whole story beside the figures."""
+    log = run.file(out).with_suffix(".log")
+    try:
+        write_json(run.file(out), do_run(run))
+    except Exception as error:
+        write_atomically(log, traceback.format_exc().encode())
+        return f"{sentence(error)} (see {log})"
+    log.unlink(missing_ok=True)
+    return None
