@@ -54,6 +54,9 @@ class Forecaster:
     ) -> None:
         if batch_size is not None:
             require_whole(batch_size=batch_size)
+        channels = model.config.num_input_channels
+        if scaler is not None and len(scaler.mean) != channels:
+            raise ValueError(f"scaler is of {len(scaler.mean)} channels; expected {channels}, those of the model")
         self.model, self.scaler, self.test_time_learning, self.batch_size = (
             model,
             scaler,
@@ -61,7 +64,7 @@ class Forecaster:
             batch_size,
         )
         self.seen = 0
-        empty = batch_size or 1, 0, model.config.num_input_channels
+        empty = batch_size or 1, 0, channels
         self._values = torch.empty(empty, dtype=model.dtype, device=model.device)  # the last ones, scaled
         self._observed = torch.empty(empty, dtype=torch.bool, device=model.device)
         self._cache: TitansCache | None = None
@@ -153,7 +156,7 @@ class Forecaster:
         for name in mine:
             if theirs.get(name) != mine[name]:
                 raise ValueError(
-                    f"{path} comes from a model with {name}={theirs.get(name)!r}; this one has {mine[name]!r}"
+                    f"{path} comes from a model with {name}={theirs.get(name)!r}; this one has {name}={mine[name]!r}"
                 )
         if words["model"] != digest(model.state_dict(), {}):
             raise ValueError(f"{path} comes from a model with other weights; expected the model it was saved with")
@@ -244,9 +247,8 @@ def _array(name: str, values: Any) -> NDArray[np.float64]:
     try:
         return np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{name} is {type(values).__name__} that cannot be read as numbers; expected an array"
-        ) from error
+        kind = type(values).__name__
+        raise ValueError(f"{name} is a {kind} that cannot be read as numbers; expected an array of them") from error
 
 
 @contextmanager
