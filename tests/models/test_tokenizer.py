@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer
 
 from titans.models.tokenizer import (
     byte_tokenizer,
+    dna_tokenizer,
     is_byte_tokenizer,
     load_tokenizer,
     make_encoder,
@@ -189,3 +190,16 @@ def test_a_tokenizer_is_written_whole_into_a_new_folder_only(tmp_path: Path) -> 
         with pytest.raises(ValueError, match=words):
             save_tokenizer(tokenizer, tmp_path / name)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_nucleotides_are_tokens_in_any_case_and_everything_else_is_n(tmp_path: Path) -> None:
+    tokenizer = dna_tokenizer()
+    assert tokenizer("ACGTN")["input_ids"] == [0, 1, 2, 3, 4]
+    assert tokenizer("acgtn")["input_ids"] == [0, 1, 2, 3, 4]
+    assert tokenizer("AXé-T\nC G")["input_ids"] == [0, 4, 4, 4, 3, 1, 2]
+    assert tokenizer(["AC", "ACGT"], padding=True)["input_ids"] == [[0, 1, 5, 5], [0, 1, 2, 3]]
+    tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    assert again.decode(again("acgNtr")["input_ids"], skip_special_tokens=True) == "ACGNTN"
+    assert again.decode([0, 5, 5, 4], skip_special_tokens=True) == "AN"
+    assert (len(again), again.pad_token_id) == (6, 5)

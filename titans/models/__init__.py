@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titans.models.baselines import NAMES, SIZES, build, config_for, count_parameters, state_bytes
     from titans.models.cache import TitansCache
+    from titans.models.classification import TitansForSequenceClassification
     from titans.models.configuration import TitansConfig, TitansPredictionConfig
     from titans.models.modeling import TitansForCausalLM, TitansModel, TitansPreTrainedModel
     from titans.models.prediction import TitansForPrediction
@@ -24,6 +25,7 @@ _HOME = {
     "TitansConfig": "configuration",
     "TitansPredictionConfig": "configuration",
     "TitansForCausalLM": "modeling",
+    "TitansForSequenceClassification": "classification",
     "TitansModel": "modeling",
     "TitansPreTrainedModel": "modeling",
     "TitansForPrediction": "prediction",
@@ -37,6 +39,7 @@ __all__ = [
     "TitansConfig",
     "TitansForCausalLM",
     "TitansForPrediction",
+    "TitansForSequenceClassification",
     "TitansModel",
     "TitansPreTrainedModel",
     "TitansPredictionConfig",

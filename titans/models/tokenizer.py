@@ -1,4 +1,4 @@
-"""Tokenizers that lose nothing: bytes as they are, byte-level BPE trained on a text, and those of others."""
+"""Tokenizers: bytes as they are, byte-level BPE trained on a text, nucleotides, and those of others."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from titans.files import may_be_on_hub, not_there
 
 END_OF_TEXT = "<|endoftext|>"
 BYTES = 256
+NUCLEOTIDES = "ACGTN"  # in the order of their ids; N is any of them, or unknown
 # What ends a text in tokenizer.json files that come without a tokenizer_config.json to say so.
 END_TOKENS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "[EOS]")
 EXPECTED = "expected 'bytes', a folder with a tokenizer, a tokenizer.json file or a name on the hub"
@@ -32,6 +33,24 @@ Encode = Callable[[Sequence[str]], list[NDArray[np.int32]]]
 def byte_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer whose ids are the bytes of the UTF-8 text; 256 is ``<|endoftext|>``, which is bos, eos and pad."""
     return _with_specials(_byte_level(models.BPE(vocab=_byte_letters(), merges=[])))
+
+
+def dna_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of DNA: one token per nucleotide, A, C, G, T or N, with the ids 0 to 4; 5 is the padding.
+
+    Lower case is read as upper case, and what is not one of these letters as N; white space is left out.
+    """
+    vocabulary = {letter: index for index, letter in enumerate((*NUCLEOTIDES, "<pad>"))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="N"))
+    upper = [normalizers.Replace(letter.lower(), letter) for letter in NUCLEOTIDES]
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Replace(Regex(r"\s"), ""), *upper])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    # N is no special token: decoding without those must keep it
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", clean_up_tokenization_spaces=False,
+        model_input_names=["input_ids", "attention_mask"],
+    )  # fmt: skip
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int, min_frequency: int = 2) -> PreTrainedTokenizerFast:
