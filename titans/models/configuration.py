@@ -16,6 +16,7 @@ FFNS = ("swiglu", "plain")
 GATES = ("sigmoid", "silu", "multiply", "sum", "memory")
 TOKENS = ("patches", "variates")
 PREDICTION_LOSSES = ("mse", "mae", "huber", "quantile")
+POOLINGS = ("mean", "last")
 DEFAULT_GATES = {"mac": "memory"}  # the attention's output reaches the stream anyway
 # the least that whole numbers may be
 LEAST = {
@@ -47,6 +48,7 @@ class TitansConfig(PreTrainedConfig):
             default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``. None: the
             default.
         qk_norm: RMSNorm on the attention's queries and keys.
+        pooling: what a classifier looks at: ``"mean"``, all tokens alike, or ``"last"``, the last one.
         preset: the name of the preset whose memory this is, see :meth:`from_preset`; a label that must be true.
         memory_*: the arguments of :class:`titans.NeuralMemory` with the same names.
         rms_norm_eps: of the last norm.
@@ -71,6 +73,7 @@ class TitansConfig(PreTrainedConfig):
     use_attention: bool = True
     gate: str | None = None
     qk_norm: bool = True
+    pooling: str = "mean"
     preset: str | None = None
 
     memory_heads: int = 4
@@ -114,7 +117,7 @@ class TitansConfig(PreTrainedConfig):
         self.check()
         super().__post_init__(**kwargs)
         # whoever holds a config may ask the Auto classes for its model next
-        import titans.models.modeling  # noqa: F401
+        import titans.models.classification  # noqa: F401
 
     def check(self) -> None:
         """Raises a ``ValueError`` at a field that makes no sense; fills in ``intermediate_size`` if it is None.
@@ -153,7 +156,7 @@ class TitansConfig(PreTrainedConfig):
         choices = {
             "variant": VARIANTS, "ffn": FFNS, "gate": GATES, "memory_mode": MODES, "memory_loss": LOSSES,
             "memory_activation": ACTIVATIONS, "memory_gates": MEMORY_GATES, "memory_forget_to": HOMES,
-            "preset": PRESETS,
+            "pooling": POOLINGS, "preset": PRESETS,
         }  # fmt: skip
         least = LEAST | {"vocab_size": self.least_vocabulary}
         check_fields(self, TitansConfig.__annotations__, choices, least, MOST)
@@ -190,7 +193,7 @@ class TitansConfig(PreTrainedConfig):
 
 # fields that a state does not depend on
 NOT_IN_CACHE = (
-    "prediction_length", "linear_skip", "dropout", "loss", "huber_delta", "quantiles",
+    "prediction_length", "linear_skip", "dropout", "loss", "huber_delta", "quantiles", "pooling",
     "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
     "eos_token_id", "memory_first_order", "memory_checkpoint_every",
 )  # fmt: skip
