@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -65,6 +67,7 @@ MODELS = (*VARIANTS, *ABLATIONS, *(name for name in SETTINGS if name not in VARI
 PARTS = ("table", "look-back")
 QUICK = {"steps": 2, "batch_size": 4, "evaluate_every": 2, "valid_windows": 8}
 QUICK_WINDOWS = 16
+Results = Generator[tuple[Run, str | None], None, None]  # what was run, and why it failed
 
 
 @dataclass(frozen=True)
@@ -223,15 +226,16 @@ def _do_all(runs: Sequence[Run], out: Path, at_a_time: int, total: int, progress
     done = total - len(runs)
     results = _one_by_one(runs, out) if at_a_time == 1 else _side_by_side(runs, out, at_a_time)
     progress(done, total, runs[0].name if runs else "")
-    for run, why in results:
-        done += 1
-        if why is not None:
-            failed[run.name] = why
-        progress(done, total, f"after {run.name}")
+    with closing(results):
+        for run, why in results:
+            done += 1
+            if why is not None:
+                failed[run.name] = why
+            progress(done, total, f"after {run.name}")
     return failed
 
 
-def _one_by_one(runs: Sequence[Run], out: Path) -> Iterator[tuple[Run, str | None]]:
+def _one_by_one(runs: Sequence[Run], out: Path) -> Results:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -241,7 +245,7 @@ def _one_by_one(runs: Sequence[Run], out: Path) -> Iterator[tuple[Run, str | Non
         torch.set_num_threads(threads)
 
 
-def _side_by_side(runs: Sequence[Run], out: Path, at_a_time: int) -> Iterator[tuple[Run, str | None]]:
+def _side_by_side(runs: Sequence[Run], out: Path, at_a_time: int) -> Results:
     if not runs:
         return
     context = get_context("spawn")
@@ -260,8 +264,9 @@ def _side_by_side(runs: Sequence[Run], out: Path, at_a_time: int) -> Iterator[tu
 
 
 def _start_worker(parent: Connection) -> None:
-    """One thread; and the process ends when its parent does, in whatever way, or closes its end."""
+    """One thread; and the process ends when its parent does, in whatever way, or closes its end of the pipe."""
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
 
     def wait() -> None:
         try:

@@ -93,16 +93,10 @@ def make_windows(
     observed = torch.isfinite(stacked)
     origins, offset = [], 0
     for values, (start, stop) in zip(series, ranges, strict=True):
-        origins.append(torch.arange(max(start, past), stop - future + 1) + offset if stop >= future else None)
+        first = max(start, past)
+        origins.append(torch.arange(first, max(first, stop - future + 1)) + offset)
         offset += len(values)
-    found = [x for x in origins if x is not None]
-    return Windows(
-        stacked.masked_fill(~observed, 0),
-        observed,
-        torch.cat(found) if found else torch.zeros(0, dtype=torch.int64),
-        past,
-        future,
-    )
+    return Windows(stacked.masked_fill(~observed, 0), observed, torch.cat(origins), past, future)
 
 
 def split_rows(rows: int, valid: float = 0.1, test: float = 0.2) -> tuple[int, int, int]:
