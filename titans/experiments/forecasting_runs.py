@@ -66,7 +66,7 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that its figures depend on."""
-        return asdict(self) | {"path": _digest(self.path), "version": titans.__version__}
+        return asdict(self) | {"path": load_data(self.path).digest, "version": titans.__version__}
 
     def file(self, out: Path) -> Path:
         """Its figures, in the folder of an experiment."""
@@ -82,12 +82,14 @@ class Data:
         names: of the channels.
         season: values of one season; 1 where the stamps tell none.
         ends: where the training, validation and test parts end.
+        digest: of the file.
     """
 
     values: Values
     names: tuple[str, ...]
     season: int
     ends: tuple[int, int, int]
+    digest: str
 
     @property
     def scaler(self) -> Scaler:
@@ -102,7 +104,9 @@ def load_data(path: str) -> Data:
     if series[0].name:
         raise ValueError(f"{path} has one row per series and time; expected one column per variate")
     values = series[0].values
-    return Data(values, series[0].names, season_of(series[0].freq) or 1, split_ends(Path(path).stem, len(values)))
+    ends = split_ends(Path(path).stem, len(values))
+    digest = hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
+    return Data(values, series[0].names, season_of(series[0].freq) or 1, ends, digest)
 
 
 def split_ends(name: str, rows: int) -> tuple[int, int, int]:
@@ -233,8 +237,3 @@ def streamed_states(model: TitansForPrediction, windows: Windows) -> Iterator[tu
             copies.batch_select_indices(torch.arange(copies.batch_size).repeat(block))
         yield copies, replace(windows, origins=windows.origins[first : first + block])
         first += block
-
-
-@lru_cache(maxsize=64)
-def _digest(path: str) -> str:
-    return hashlib.blake2b(Path(path).read_bytes(), digest_size=8).hexdigest()
