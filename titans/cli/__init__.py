@@ -14,6 +14,7 @@ from titans.cli import (
     demo,
     eval,
     experiment,
+    forecast,
     generate,
     inspect,
     memory,
@@ -34,6 +35,7 @@ app = typer.Typer(
 )
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
+app.add_typer(forecast.app, name="forecast")
 app.add_typer(memory.app, name="memory")
 app.add_typer(text.app, name="text")
 app.command("chat")(chat.chat)
