@@ -38,6 +38,7 @@ Quick = Annotated[
 TRAINING = ("transformers", "accelerate", "datasets", "yaml", "matplotlib"), "train"
 NEEDS = {
     "forecasting": (("transformers", "pandas", "neuralforecast", "matplotlib"), "forecast,plot"),
+    "genomics": (("transformers", "matplotlib"), "models,plot"),
     "memory": (("transformers", "matplotlib"), "models,plot"),
     "surprise": (("transformers", "matplotlib"), "text,plot"),
     "text-memory": (("transformers", "matplotlib"), "text,plot"),
@@ -189,6 +190,41 @@ def forecasting(
             at_a_time=at_a_time,
         )  # fmt: skip
         run_forecasting(experiment.quick() if quick else experiment, out, move, this_command())
+
+
+@app.command("genomics", help=PROGRAMS["genomics"])
+def genomics(
+    data: Annotated[
+        str,
+        typer.Argument(
+            metavar="FOLDER",
+            help="Folder with CSV files (sequence,label) or in the layout of the genomic-benchmarks package, one such "
+            "file, or the name of a data set of that package where it is installed.",
+        ),
+    ],
+    out: Out = Path("runs/genomics"),
+    models: Names = None,
+    folds: Annotated[int, typer.Option(help="Folds of data that comes without splits; near copies share a fold.")] = 5,
+    only_folds: Annotated[int | None, typer.Option(help="Test only so many of the folds.")] = None,
+    seeds: Seeds = "0",
+    epochs: Annotated[int | None, typer.Option(help="Epochs of every model, instead of each model's own.")] = None,
+    word: Annotated[int, typer.Option(help="Letters of the words that tokens are made of. 1: single letters.")] = 4,
+    stride: Annotated[int, typer.Option(help="Letters from one token to the next. 1: a token per nucleotide.")] = 8,
+    drop_shared: Annotated[
+        bool,
+        typer.Option("--drop-shared", help="Leave out sequences that several splits have, instead of refusing them."),
+    ] = False,
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
+) -> None:
+    with _program("genomics", out, quick) as (out, move):
+        from titans.experiments.genomics import MODELS, GenomicsExperiment, run_genomics
+
+        experiment = GenomicsExperiment(
+            data, names(models) or tuple(MODELS), folds, only_folds, numbers(seeds, "--seeds"), word, stride,
+            fit={} if epochs is None else {"epochs": epochs}, drop_shared=drop_shared, at_a_time=at_a_time,
+        )  # fmt: skip
+        run_genomics(experiment.quick() if quick else experiment, out, move, this_command())
 
 
 @app.command("memory", help=PROGRAMS["memory"])

@@ -16,6 +16,7 @@ PROGRAMS = {
     "ablation": "Leave out one part of the memory after the other, on text and on recall: the paper's Table 5.",
     "depth": "Train memories of one to four layers and see how the loss falls along the text: the paper's Figure 7.",
     "forecasting": "Train our forecasters and others on the same windows of time series: the paper's Table 3.",
+    "genomics": "Classify DNA with our models and others at equal size: the paper's Table 4.",
     "memory": "How many pairs an untrained memory holds, by depth and width, for how long, and what surprises it.",
     "surprise": "Whether a text memory finds a contradiction more surprising than a paraphrase of what it was told.",
     "text-memory": "What the neural memory adds to the search of a text memory, and tests where a memory should win.",

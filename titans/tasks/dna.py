@@ -120,11 +120,11 @@ def make_folds(groups: Sequence[int], labels: Sequence[int], count: int, seed: i
     order.sort(key=len, reverse=True)  # the large ones first, while there is room everywhere
     filled = np.zeros((count, max(labels) + 1), dtype=np.int64)
     folds = [0] * len(labels)
-    for group in order:
-        added = np.bincount([labels[index] for index in group], minlength=filled.shape[1])
+    for together in order:
+        added = np.bincount([labels[index] for index in together], minlength=filled.shape[1])
         fold = int(np.lexsort((filled.sum(1), filled @ added))[0])
         filled[fold] += added
-        for index in group:
+        for index in together:
             folds[index] = fold
     return folds
 
@@ -285,6 +285,8 @@ def _make_set(name: str, parts: dict[str, Labelled], count: int, seed: int, drop
     if whole.folds is not None:
         made = _named(name, whole, whole.folds, "the folds that the data comes with")
         return _without_shared(made, ("fold 0", "fold 1"), drop_shared)
+    inside = "the data" if part == "whole" else f"the {part} split, the only one there is"
+    made = _named(name, whole, [0] * len(whole.labels), f"{count}-fold cross-validation inside {inside}")
     if len(whole.sequences) < count:
         raise ValueError(f"{name} has {len(whole.sequences)} sequences; expected at least {count}, one for each fold")
     groups = near_copies(whole.sequences)
@@ -293,8 +295,6 @@ def _make_set(name: str, parts: dict[str, Labelled], count: int, seed: int, drop
         raise ValueError(
             f"{name} has {len(distinct)} groups of near copies; expected at least {count}, one for each fold"
         )
-    inside = "the data" if part == "whole" else f"the {part} split, the only one there is"
-    made = _named(name, whole, [0] * len(groups), f"{count}-fold cross-validation inside {inside}")
     folds = make_folds(groups.tolist(), made.labels, count, seed)
     return replace(made, folds=tuple(folds), copies=int(sizes[sizes > 1].sum()))
 

@@ -1,0 +1,146 @@
+"""The page of the experiment on DNA: accuracies with their spread, what the memory adds, and what is confused."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from titans.report.page import Figure, Section, Table
+from titans.report.plots import Curve, plot_dots, plot_heat
+
+LABELS = {
+    "lmm": "Titans LMM",
+    "mac": "Titans MAC",
+    "mag": "Titans MAG",
+    "mal": "Titans MAL",
+    "mamba2": "Mamba2",
+    "llama": "Llama",
+    "cnn": "CNN",
+    "cnn-strands": "CNN, both strands",
+    "word-counts": "Counts of 4-letter words",
+    "lmm-memory-off": "LMM, memory off",
+    "lmm-linear": "LMM, linear memory",
+    "lmm-no-momentum": "LMM, no momentum",
+    "lmm-pretrained": "LMM, pre-trained",
+    "lmm-shuffled": "LMM, shuffled labels",
+}
+ADDED = ("lmm-memory-off", "lmm-linear", "lmm-no-momentum", "lmm-pretrained")
+# Table 4 of the paper, in percent: models that were pre-trained on much DNA, then trained on all of the train split.
+PUBLISHED = {
+    "enhancers_cohn": {"lmm": 75.2, "mamba2": 73.0, "llama": 73.4, "cnn": 69.5},
+    "enhancers_ensembl": {"lmm": 89.6, "llama": 89.5, "cnn": 68.9},
+    "ensembl_regulatory": {"lmm": 89.3, "llama": 89.9, "cnn": 93.3},
+    "nontata_promoters": {"lmm": 96.6, "mamba2": 96.6, "llama": 94.4, "cnn": 84.6},
+    "ocr_ensembl": {"lmm": 79.9, "llama": 79.5, "cnn": 68.0},
+}
+ABOUT = (
+    "Every sequence model reads the same tokens, each the mean of the embeddings of {stride} words of {word} letters, "
+    "has about as many parameters, one layer (Mamba2, which has no feed-forward layers, two), and is trained alike: a "
+    "random strand of each sequence, and the mean of both strands' logits in the test. The CNN is that of the Genomic "
+    "Benchmarks paper, trained as there, but with cross-entropy; once more with both strands. Counts of words are a "
+    "logistic regression, which knows no order."
+)
+
+
+def genomics_sections(report: Mapping[str, Any]) -> list[Section]:
+    """A section for each data set, and one on what the memory adds."""
+    rows = report["summary"]
+    sections = [
+        _data_section(name, about, [row for row in rows if row["data"] == name], report["experiment"])
+        for name, about in report["data"].items()
+        if any(row["data"] == name for row in rows)
+    ]
+    added = _added_table(rows)
+    if added.rows:
+        text = (
+            "The accuracy of the LMM minus that of the LMM with one thing changed, in points, in the same folds: above "
+            "0, the memory, its depth or its momentum helps, or pre-training hurts."
+        )
+        sections.append(Section("What the memory adds", [text], [added]))
+    return sections
+
+
+def _data_section(
+    name: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]], experiment: Mapping[str, Any]
+) -> Section:
+    copies = "" if about["copies"] is None else f", of which {about['copies']:,} have a near copy in the same fold"
+    facts = (
+        f"{about['sequences']:,} sequences of up to {about['longest']:,} nucleotides{copies}. Protocol: "
+        f"{about['protocol']}. The largest class has {about['majority']:.1%} of them."
+    )
+    published = next((figures for part, figures in PUBLISHED.items() if part in name), {})
+    lines = [
+        [
+            LABELS[row["model"]], _percent(row["accuracy"]), _percent(row["one_strand"]), _plain(row["mcc"]),
+            f"{published[row['model']]:.1f}" if row["model"] in published else "-", f"{row['runs']}",
+            f"{row['test']:,}", f"{row['parameters']:,}", f"{row['seconds']:.0f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = [
+        "model", "accuracy (%)", "one strand (%)", "MCC", "published (%)", "runs", "tested", "parameters", "seconds",
+    ]  # fmt: skip
+    caption = (
+        "Means ± standard deviations over folds; MCC is Matthews' correlation coefficient, seconds are CPU time per "
+        "run. Published: the paper's Table 4, of larger models that were pre-trained on other DNA and trained on the "
+        "whole train split (Mamba beside Mamba2, Transformer++ beside Llama)."
+    )
+    tables = [Table(header, lines, caption)]
+    curves = [
+        Curve(
+            LABELS[row["model"]], [100 * row["accuracy"]["mean"]],
+            runs=[[100 * value] for value in row["accuracies"].values()], style=int(not row["model"].startswith("l")),
+        )
+        for row in rows
+        if row["model"] != "lmm-shuffled"
+    ]  # fmt: skip
+    figures = []
+    if curves:
+        png = plot_dots(curves, f"{name}: accuracy of each fold", "accuracy (%)")
+        figures.append(Figure(f"genomics-{name}", png, "A dot for each fold of every model"))
+    ours = [row for row in rows if row["model"] in ("lmm", "mac", "mag", "mal")]
+    for row in ours[:1]:
+        tables.append(_confusion_table(row, about["classes"]))
+        figures.append(_confusion_figure(name, row, about["classes"]))
+    return Section(name, [facts, ABOUT.format(**experiment)], tables, figures)
+
+
+def _confusion_table(row: Mapping[str, Any], classes: Sequence[str]) -> Table:
+    lines = [[name, *(f"{cell:,}" for cell in cells)] for name, cells in zip(classes, row["confusion"], strict=True)]
+    header = ["true class", *(f"said {name}" for name in classes)]
+    return Table(header, lines, f"What {LABELS[row['model']]} said of {row['test']:,} test sequences, all folds added.")
+
+
+def _confusion_figure(name: str, row: Mapping[str, Any], classes: Sequence[str]) -> Figure:
+    shares = [[cell / max(1, sum(cells)) for cell in cells] for cells in row["confusion"]]
+    png = plot_heat(
+        classes, classes, shares, f"{name}: {LABELS[row['model']]}", "what it said", "true class", "share of the class",
+        lambda value: f"{value:.1%}",
+    )  # fmt: skip
+    return Figure(f"genomics-{name}-confusion", png, "The confusion matrix as shares of the true class")
+
+
+def _added_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    sets = list(dict.fromkeys(row["data"] for row in rows))
+    by_name = {(row["data"], row["model"]): row["accuracies"] for row in rows}
+    lines = []
+    for model in ADDED:
+        cells = []
+        for name in sets:
+            whole, less = by_name.get((name, "lmm"), {}), by_name.get((name, model), {})
+            gaps = [100 * (whole[key] - less[key]) for key in whole if key in less]
+            spread = f" ± {statistics.stdev(gaps):.1f}" if len(gaps) > 1 else ""
+            cells.append(f"{statistics.fmean(gaps):+.1f}{spread} ({len(gaps)})" if gaps else "-")
+        if any(cell != "-" for cell in cells):
+            lines.append([LABELS[model], *cells])
+    return Table(["against", *sets], lines, "Means ± standard deviations over folds; in brackets how many.")
+
+
+def _percent(value: Mapping[str, float | None]) -> str:
+    return _plain({key: None if each is None else 100 * each for key, each in value.items()}, ".1f")
+
+
+def _plain(value: Mapping[str, float | None], form: str = ".3f") -> str:
+    spread = "" if value["sd"] is None else f" ± {value['sd']:{form}}"
+    return f"{value['mean']:{form}}{spread}"
