@@ -107,7 +107,8 @@ class Run:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that its figures depend on."""
-        return asdict(self) | {"path": _digest(self.load()), "version": titans.__version__}
+        network = network_fields(self.model, self.hidden_size)
+        return asdict(self) | {"path": _digest(self.load()), "network": network, "version": titans.__version__}
 
     def file(self, out: Path) -> Path:
         """Its figures, in the folder of an experiment."""
@@ -194,11 +195,13 @@ class BenchmarkCNN(nn.Module):
         super().__init__()
         self.length = length
         self.embedding = nn.Embedding(len(LETTERS), CNN_EMBEDDING)
+        self.first = nn.Conv1d(CNN_EMBEDDING, CNN_WIDTHS[0], CNN_KERNEL)
         layers: list[nn.Module] = []
-        for before, after in zip((CNN_EMBEDDING, *CNN_WIDTHS), CNN_WIDTHS, strict=False):
-            layers += [nn.Conv1d(before, after, CNN_KERNEL), nn.BatchNorm1d(after), nn.ReLU(), nn.MaxPool1d(2)]
+        for width, after in zip(CNN_WIDTHS, (*CNN_WIDTHS[1:], None), strict=True):
+            layers += [nn.BatchNorm1d(width), nn.ReLU(), nn.MaxPool1d(2)]
+            layers += [nn.Conv1d(width, after, CNN_KERNEL)] if after else [nn.Flatten()]
             length = (length - CNN_KERNEL + 1) // 2
-        self.first, self.rest = layers[0], nn.Sequential(*layers[1:], nn.Flatten())
+        self.rest = nn.Sequential(*layers)
         self.dense = nn.Sequential(nn.Linear(length * CNN_WIDTHS[-1], CNN_DENSE), nn.Linear(CNN_DENSE, classes))
 
     def forward(self, codes: Tensor, lengths: Tensor) -> Tensor:
@@ -246,18 +249,30 @@ def build_network(run: Run, classes: int, longest: int, dropout: float) -> nn.Mo
     return make(fit_width(count, PARAMETERS))
 
 
-def _config(model: str, hidden_size: int, width: int) -> PreTrainedConfig:
-    """A model whose feed-forward layer, or for Mamba2 whose state, has a width."""
+def network_fields(model: str, hidden_size: int) -> dict[str, Any]:
+    """The config of a sequence model, but for the width that its number of parameters decides; of others, nothing."""
+    if model.startswith("cnn") or model == "word-counts":
+        return {}
     common = {"vocab_size": 1, "hidden_size": hidden_size}
     if model == "mamba2":  # two of its layers have the parameters of one with a feed-forward layer
-        return Mamba2Config(
-            **common, num_hidden_layers=2, num_heads=4, head_dim=hidden_size // 2, n_groups=1, state_size=width,
-            chunk_size=32,
-        )  # fmt: skip
+        return common | {
+            "num_hidden_layers": 2,
+            "num_heads": 4,
+            "head_dim": hidden_size // 2,
+            "n_groups": 1,
+            "chunk_size": 32,
+        }
     if model == "llama":
-        return LlamaConfig(**common, num_hidden_layers=1, num_attention_heads=2, intermediate_size=width)
-    fields = OURS | ABLATIONS.get(model, {})
-    return TitansConfig(variant=model.split("-")[0], **common, **fields, intermediate_size=width)
+        return common | {"num_hidden_layers": 1, "num_attention_heads": 2}
+    return common | OURS | ABLATIONS.get(model, {}) | {"variant": model.split("-")[0]}
+
+
+def _config(model: str, hidden_size: int, width: int) -> PreTrainedConfig:
+    """A sequence model whose feed-forward layer, or for Mamba2 whose state, has a width."""
+    fields = network_fields(model, hidden_size)
+    if model == "mamba2":
+        return Mamba2Config(**fields, state_size=width)
+    return (LlamaConfig if model == "llama" else TitansConfig)(**fields, intermediate_size=width)
 
 
 def count_parameters(network: nn.Module) -> int:
