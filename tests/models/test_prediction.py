@@ -148,8 +148,9 @@ def test_a_short_past_is_a_context_whose_start_is_missing() -> None:
 def test_another_unit_and_another_zero_give_the_same_forecast_in_them(variant: str, tokens: str) -> None:
     made = model(variant=variant, tokens=tokens, loss="quantile", quantiles=QUANTILES)
     past = series(2 * CONTEXT + 7)
+    mask = torch.rand(past.shape, generator=torch.Generator().manual_seed(3)) < 0.8
     factor, shift = torch.tensor([0.01, 1.0, 300.0]), torch.tensor([-5.0, 90.0, 0.0])
-    before, after = (made(x).quantile_outputs for x in (past, past * factor + shift))
+    before, after = (made(x, mask).quantile_outputs for x in (past, past * factor + shift))
     torch.testing.assert_close(after, before * factor.unsqueeze(-1) + shift.unsqueeze(-1), rtol=1e-9, atol=1e-9)
 
 
@@ -160,6 +161,27 @@ def test_a_constant_series_goes_on_as_it_is(tokens: str, dtype: torch.dtype) -> 
     made = model(dtype, tokens=tokens)
     past = torch.tensor([0.1, -77.7, 0.0], dtype=dtype).expand(2, 2 * CONTEXT + 1, -1)
     torch.testing.assert_close(made(past).prediction_outputs, past[:, :HORIZON], rtol=1e-6, atol=0)
+
+
+@both_tokens
+@torch.no_grad()
+def test_of_a_constant_history_only_that_it_was_constant_counts(tokens: str) -> None:
+    made, recent = model(torch.float32, tokens=tokens), series(CONTEXT).float()
+    first, second = (
+        made(torch.cat([torch.full((2, 2 * CONTEXT, CHANNELS), level), recent], dim=1)).prediction_outputs
+        for level in (0.1, -77.7)
+    )
+    torch.testing.assert_close(first, second, rtol=1e-5, atol=1e-5)
+
+
+@every_variant
+@both_tokens
+@torch.no_grad()
+def test_a_token_without_a_value_is_not_read(variant: str, tokens: str) -> None:
+    made, past = model(variant=variant, tokens=tokens, patch_stride=4), series(3 * CONTEXT)
+    late = torch.cat([torch.full((2, 2 * CONTEXT, CHANNELS), torch.nan), past], dim=1)
+    found = made(late, ~late.isnan()).prediction_outputs
+    torch.testing.assert_close(found, made(past).prediction_outputs, rtol=0, atol=1e-12)
 
 
 @both_tokens

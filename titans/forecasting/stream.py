@@ -78,9 +78,7 @@ class Forecaster:
                 ``batch_size``: (batch, time, channels).
             observed: the shape of ``values``, 0 where a value is missing; default: where it is NaN.
         """
-        rows, known = self._checked(values, observed)
-        with _evaluating(self.model):
-            self._take(rows, known)
+        self._take(*self._checked(values, observed))
 
     def forecast(self, horizon: int | None = None, quantiles: bool = False) -> NDArray[Any]:
         """What comes next, in the units of the observations; the forecaster stays as it is.
@@ -104,12 +102,11 @@ class Forecaster:
         if not self.seen:
             raise ValueError("nothing was observed; expected a call of observe() before forecast()")
         ahead, parts = self.copy(), []
-        with _evaluating(self.model):
-            for left in range(horizon, 0, -config.prediction_length):
-                point, levels = ahead._predict()
-                parts.append(levels if quantiles else point.unsqueeze(-1))
-                if left > config.prediction_length:
-                    ahead._take(point, ~point.isnan())
+        for left in range(horizon, 0, -config.prediction_length):
+            point, levels = ahead._predict()
+            parts.append(levels if quantiles else point.unsqueeze(-1))
+            if left > config.prediction_length:
+                ahead._take(point, ~point.isnan())
         found = torch.cat(parts, dim=1)[:, :horizon].cpu().numpy()
         if self.scaler is not None:
             found = np.moveaxis(self.scaler.restore(np.moveaxis(found, -1, 0)), 0, -1)
@@ -228,13 +225,15 @@ class Forecaster:
         first = self.seen - self._values.shape[1]
         values, observed = (x[:, look_back - first : stop - first] for x in (self._values, self._observed))
         cache = None if self._cache is None else self._cache.copy()
-        return self.model.remember(values, observed, past_key_values=cache, already_read=start - look_back)
+        with _evaluating(self.model):
+            return self.model.remember(values, observed, past_key_values=cache, already_read=start - look_back)
 
     def _predict(self) -> tuple[Tensor, Tensor]:
         """Point forecasts (batch, prediction_length, channels) and quantiles, scaled; NaN where nothing is known."""
         cache = self._remember(self._unread) if self._unread else self._cache
         values, observed = (x[:, -self.model.config.context_length :] for x in (self._values, self._observed))
-        output = self.model(values, observed, past_key_values=cache)
+        with _evaluating(self.model):
+            output = self.model(values, observed, past_key_values=cache)
         unknown = ~observed.any(1, keepdim=True)
         point, levels = output.prediction_outputs, output.quantile_outputs
         point = point.masked_fill(unknown, torch.nan)

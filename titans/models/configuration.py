@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -235,6 +236,12 @@ def _is_number(value: Any, kind: Any = (int, float)) -> bool:
     return isinstance(value, kind) and not isinstance(value, bool)
 
 
+def _are_rising(levels: Any) -> bool:
+    if not isinstance(levels, (list, tuple)) or not all(map(_is_number, levels)):
+        return False
+    return all(low < high for low, high in pairwise([0, *levels, 1]))
+
+
 class TitansPredictionConfig(TitansConfig):
     """The description of a Titans forecaster; everything of :class:`TitansConfig`, and:
 
@@ -298,15 +305,14 @@ class TitansPredictionConfig(TitansConfig):
                 f"patch_length is {self.patch_length} and context_length is {self.context_length}; "
                 "expected patches that fit into the context"
             )
-        if not 0 <= self.dropout < 1:
+        if not (_is_number(self.dropout) and 0 <= self.dropout < 1):
             raise ValueError(f"dropout is {self.dropout!r}; expected a number in [0, 1)")
+        if self.quantiles is not None and not _are_rising(self.quantiles):
+            raise ValueError(f"quantiles is {self.quantiles!r}; expected a list of rising numbers between 0 and 1")
         if (self.loss == "quantile") != bool(self.quantiles):
             raise ValueError(
                 f"loss is {self.loss!r} and quantiles is {self.quantiles!r}; expected quantiles with the quantile loss"
             )
-        quantiles = self.quantiles or []
-        if sorted(set(quantiles)) != list(quantiles) or not all(0 < q < 1 for q in quantiles):
-            raise ValueError(f"quantiles is {quantiles!r}; expected rising numbers between 0 and 1")
 
     @property
     def token_length(self) -> int:

@@ -275,7 +275,7 @@ def moments(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
 
 def normalise(values: Tensor, seen: Tensor, loc: Tensor | float, scale: Tensor) -> Tensor:
     """(values - loc) / scale; 0 where nothing was seen, or all values are equal."""
-    return (values - loc) * seen / torch.where(scale > 0, scale, 1)
+    return (values - loc) * (seen & (scale > 0)) / torch.where(scale > 0, scale, 1)
 
 
 def cut(values: Tensor, size: int, step: int) -> Tensor:
