@@ -254,6 +254,9 @@ class TitansPredictionConfig(TitansConfig):
             ``"variates"``, where the channels stand in one sequence and a token is a channel's whole context, as in
             iTransformer.
         patch_length, patch_stride: values of a patch, and from one patch to the next.
+        use_level: tells each token what normalisation took away, the mean and the deviation, and which channel it
+            belongs to: for series whose level means something, such as a temperature, given as z-scores. Without it, a
+            series that is shifted or stretched has the same forecast, shifted or stretched.
         linear_skip: adds a linear map from the context to the horizon to what the blocks forecast.
         dropout: on the tokens and before the head.
         loss: ``"mse"``, ``"mae"``, ``"huber"`` or ``"quantile"``.
@@ -281,6 +284,7 @@ class TitansPredictionConfig(TitansConfig):
     tokens: str = "patches"
     patch_length: int = 16
     patch_stride: int = 8
+    use_level: bool = False
     linear_skip: bool = True
     dropout: float = 0.1
     loss: str = "mse"

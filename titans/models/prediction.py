@@ -16,6 +16,8 @@ from titans.models.configuration import TitansPredictionConfig
 from titans.models.modeling import TitansModel, TitansPreTrainedModel
 from titans.words import require_whole
 
+# with use_level, the least deviation that a forecast has room for, in z-scores: what lay still may move
+ROOM = 0.1
 # of the last values, a smaller spread than this is rounding, and the series is constant
 FLAT = 1e-5
 
@@ -40,6 +42,25 @@ class TitansPredictionOutput(ModelOutput):
     hidden_states: tuple[Tensor, ...] | None = None
 
 
+class Level(nn.Module):
+    """What a token is told of the level of its series, and of its channel."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.moments = nn.Linear(2, width)
+        self.channels = nn.Parameter(torch.empty(channels, 1, width))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Channels start alike; the linear map has its own."""
+        nn.init.zeros_(self.channels)
+
+    def forward(self, loc: Tensor, scale: Tensor) -> Tensor:
+        """Mean and deviation (batch, channels, tokens) as (batch, channels, tokens, width)."""
+        return self.moments(torch.stack([loc, (scale + 1e-3).log()], dim=-1)) + self.channels
+
+
 class TitansForPrediction(TitansPreTrainedModel):
     """A Titans forecaster, called as transformers' ``PatchTSTForPrediction`` is.
 
@@ -58,6 +79,7 @@ class TitansForPrediction(TitansPreTrainedModel):
         width, channels = config.hidden_size, 1 if config.tokens == "patches" else config.num_input_channels
         self.embed = nn.Linear(config.token_length, width)
         self.position = nn.Parameter(torch.empty(config.tokens_in_context * channels, width))
+        self.level = Level(config.num_input_channels, width) if config.use_level else None
         self.model = TitansModel(config)
         self.dropout = nn.Dropout(config.dropout)
         outputs = config.prediction_length * (outputs_per_step or len(config.quantiles or [0]))
@@ -98,8 +120,17 @@ class TitansForPrediction(TitansPreTrainedModel):
         values, seen = _pad_front(*recent, context)
         loc, scale = moments(values, seen)
         values = normalise(values, seen, loc, scale)
+        level = None
+        if self.level is not None:
+            level = self._in_sequence(self.level(loc, scale).expand(-1, -1, self.config.tokens_in_context, -1))
+            scale = torch.hypot(scale, scale.new_tensor(ROOM))
         outputs, read = self.project(
-            values, seen, history=history, past_key_values=past_key_values, output_hidden_states=output_hidden_states
+            values,
+            seen,
+            level,
+            history=history,
+            past_key_values=past_key_values,
+            output_hidden_states=output_hidden_states,
         )
         quantiles = self.config.quantiles or [0.5]
         outputs = (loc.unsqueeze(-1) + scale.unsqueeze(-1) * outputs.sort(-1).values).transpose(1, 2)
@@ -203,19 +234,19 @@ class TitansForPrediction(TitansPreTrainedModel):
             raise ValueError(f"past_values has {values.shape[-1] - self._overlap} new values; expected {size} or more")
         windows, alive = (x.unfold(-1, self.config.context_length, step) for x in (values, seen))
         loc, scale = moments(windows, alive)
-        patches = normalise(windows, alive, loc, scale)[..., -size:]
-        return self._in_sequence(self.embed(patches), alive[..., -size:].any(-1))
+        x = self.embed(normalise(windows, alive, loc, scale)[..., -size:])
+        if self.level is not None:
+            x = x + self.level(loc.squeeze(-1), scale.squeeze(-1))
+        return self._in_sequence(x), self._in_sequence(alive[..., -size:].any(-1))
 
     def _tokens(self, values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
         """The context's tokens, (rows, tokens, width), and which of them have a value."""
         patches, alive = (cut(x, self.config.token_length, self.config.token_stride) for x in (values, seen))
-        return self._in_sequence(self.embed(patches), alive.any(-1))
+        return self._in_sequence(self.embed(patches)), self._in_sequence(alive.any(-1))
 
-    def _in_sequence(self, x: Tensor, alive: Tensor) -> tuple[Tensor, Tensor]:
-        """(batch, channels, tokens, width) as sequences: of one channel each, or of the channels at each time."""
-        if self.config.tokens == "patches":
-            return x.flatten(0, 1), alive.flatten(0, 1)
-        return x.transpose(1, 2).flatten(1, 2), alive.transpose(1, 2).flatten(1, 2)
+    def _in_sequence(self, x: Tensor) -> Tensor:
+        """(batch, channels, tokens, ...) as sequences: of one channel each, or of the channels at each time."""
+        return x.flatten(0, 1) if self.config.tokens == "patches" else x.transpose(1, 2).flatten(1, 2)
 
     def _by_channel(self, hidden: Tensor) -> Tensor:
         """The blocks' outputs over the context, (batch, channels, tokens x width)."""
