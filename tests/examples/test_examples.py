@@ -67,3 +67,23 @@ def test_training_on_a_text_learns_from_it(tmp_path: Path) -> None:
     losses = re.findall(r"validation loss (\d\.\d\d) nats", said)
     assert len(losses) == 1 and float(losses[0]) < 2.5
     assert (tmp_path / "out" / "run" / "model.safetensors").is_file()
+
+
+@pytest.mark.slow
+def test_in_neuralforecast_titans_and_patchtst_are_both_ahead_of_the_last_season(tmp_path: Path) -> None:
+    said = run("forecast_neuralforecast.py", "--plot", str(tmp_path / "forecast.png"))
+    errors = {name: float(mae) for name, mae in re.findall(r"^(\w+(?: \w+)?) +(\d+\.\d) ±", said, re.MULTILINE)}
+    assert set(errors) == {"Titans", "PatchTST", "last season"}
+    assert max(errors["Titans"], errors["PatchTST"]) < errors["last season"] - 5
+    assert (tmp_path / "forecast.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_stream_is_forecast_in_constant_memory_and_the_memory_pays() -> None:
+    said = run("forecast_stream.py")
+    kept = [float(size) for size in re.findall(r"values, (\d+\.\d) KiB kept", said)]
+    assert len(kept) == 5 and max(kept) < 20
+    errors = dict(re.findall(r"(.+): mean absolute error (\d\.\d\d)", said))
+    assert float(errors["memory on"]) < 0.95 * float(errors["contexts alone"])
+    assert float(errors["memory on"]) < 0.9 * float(errors["memory off"])
+    assert "in place and from the file: equal is True" in said
