@@ -270,12 +270,12 @@ class TitansPredictionConfig(TitansConfig):
     variant: str = "lmm"
     vocab_size: int = 0
     hidden_size: int = 64
-    num_hidden_layers: int = 2
+    num_hidden_layers: int = 1
     num_attention_heads: int = 4
     segment_size: int = 16
     window_size: int = 16
-    num_persistent_tokens: int = 4
-    memory_heads: int = 2
+    num_persistent_tokens: int = 0
+    memory_heads: int = 4
     tie_word_embeddings: bool = False
 
     context_length: int = 96
@@ -283,9 +283,9 @@ class TitansPredictionConfig(TitansConfig):
     num_input_channels: int = 1
     tokens: str = "patches"
     patch_length: int = 16
-    patch_stride: int = 8
+    patch_stride: int = 16
     use_level: bool = False
-    linear_skip: bool = True
+    linear_skip: bool = False
     dropout: float = 0.1
     loss: str = "mse"
     huber_delta: float = 1.0
