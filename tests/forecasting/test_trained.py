@@ -170,6 +170,8 @@ def test_a_forecast_has_the_layout_of_the_data() -> None:
     assert list(table) == ["ds", "a", "a_ql0.1", "a_ql0.9", "b", "b_ql0.1", "b_ql0.9"]
     assert table["ds"].iloc[0] == wide.times[-1] + pd.Timedelta(hours=1)
     assert table["b_ql0.9"].tolist() == made[:, 1, 2].tolist()
+    counted = replace(wide, times=pd.RangeIndex(200), freq="1")
+    assert list(as_table(forecaster, [counted], [made]))[:2] == ["a", "a_ql0.1"]  # there were no stamps
     long = [waves(100, "x", 1), waves(90, "y", 1)]
     point = fitted(*long, fields=TINY)
     table = as_table(point, long, [point.forecast(one, 2) for one in long])

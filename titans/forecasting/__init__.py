@@ -9,10 +9,14 @@ if TYPE_CHECKING:
     from titans.forecasting.data import read_series
     from titans.forecasting.neural import Titans
     from titans.forecasting.stream import Forecaster
+    from titans.forecasting.trained import TrainedForecaster, fit_series
     from titans.forecasting.training import fit
 
-_HOME = {"Forecaster": "stream", "Titans": "neural", "fit": "training", "read_series": "data"}
-__all__ = ["Forecaster", "Titans", "fit", "read_series"]
+_HOME = {
+    "Forecaster": "stream", "Titans": "neural", "TrainedForecaster": "trained", "fit": "training",
+    "fit_series": "trained", "read_series": "data",
+}  # fmt: skip
+__all__ = ["Forecaster", "Titans", "TrainedForecaster", "fit", "fit_series", "read_series"]
 
 
 def __getattr__(name: str) -> Any:
