@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_a_part_less_of_the_memory_is_a_model_that_forecasts_otherwise(
     everything: tuple[Path, dict[str, Any]],
 ) -> None:
     found = {run["model"]: run["mse"] for run in everything[1]["runs"] if run["context"] == 24 and not run["history"]}
-    assert len({found[name] for name in ("lmm", *ABLATIONS)}) == 4
+    assert len({found[name] for name in ("lmm", *ABLATIONS)}) == 5
 
 
 def test_the_last_value_and_the_last_season_have_the_errors_of_a_loop_over_every_test_window(
@@ -328,25 +329,25 @@ def test_runs_go_side_by_side_and_go_on_after_a_kill_and_an_interruption(tmp_pat
     file = write_csv(tmp_path / "toy.csv", 1500)
     command = [
         sys.executable, "-m", "titans", "experiment", "forecasting", str(file), "--out", str(tmp_path / "out"),
-        "--models", "last-value,dlinear,lmm", "--horizons", "24,48,96", "--seeds", "0,1", "--steps", "30",
+        "--models", "last-value,lmm", "--horizons", "24,48,96", "--seeds", "0,1", "--steps", "30",
     ]  # fmt: skip
 
     def done() -> dict[str, float]:
         return {path.name: path.stat().st_mtime for path in (tmp_path / "out" / "runs").glob("*.json")}
 
-    for wanted, how in ((1, signal.SIGKILL), (6, signal.SIGINT)):
-        process = subprocess.Popen(
-            command, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
-        )
-        end = time.monotonic() + 120
+    quiet: dict[str, Any] = {"stderr": subprocess.DEVNULL, "stdout": subprocess.DEVNULL, "start_new_session": True}
+    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests may run where Ctrl-C is ignored
+    for wanted, how in ((1, signal.SIGKILL), (5, signal.SIGINT)):
+        process = subprocess.Popen(command, preexec_fn=heed, **quiet)
+        end = time.monotonic() + 300
         while len(done()) < wanted and time.monotonic() < end:
             time.sleep(0.1)
         os.kill(process.pid, how)
-        process.wait(30)
+        process.wait(120)
     time.sleep(1)
     before = done()
-    assert 6 <= len(before) < 15 and (tmp_path / "out" / "forecasting.md").is_file()
+    assert 5 <= len(before) < 9 and (tmp_path / "out" / "forecasting.md").is_file()
     time.sleep(2)
     assert done() == before  # nobody is left who trains
-    subprocess.run(command, check=True, timeout=240, stdout=subprocess.DEVNULL)
-    assert len(done()) == 15 and done().items() >= before.items()
+    subprocess.run(command, check=True, timeout=600, stdout=subprocess.DEVNULL)
+    assert len(done()) == 9 and done().items() >= before.items()

@@ -35,11 +35,7 @@ BUDGET: dict[str, Any] = {
 }
 # What is built, and fields of FitSettings. Learning rates are the best of three on the validation windows of ETTh1 at
 # horizon 336; sizes are those of the authors for each data set where they publish them.
-TITANS: dict[str, Any] = {
-    "options": {"use_level": True},
-    "fit": {"learning_rate": 3e-3},
-    "data": {"ETTh": {"options": {"hidden_size": 32, "memory_heads": 2, "dropout": 0.3}}},
-}
+TITANS: dict[str, Any] = {"fit": {"learning_rate": 3e-3}}
 SETTINGS: dict[str, dict[str, Any]] = {
     **{variant: TITANS for variant in VARIANTS},
     "patchtst": {
@@ -66,12 +62,13 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "last-value": {},
     "last-season": {},
 }  # fmt: skip
-# The LMM with one part less: the options that differ.
+# The LMM with one part less, or told the level of its series: the options that differ.
 MEMORY_OFF = "lmm-memory-off"
 ABLATIONS: dict[str, dict[str, Any]] = {
     MEMORY_OFF: {"memory_writes": False},
     "lmm-linear-memory": {"memory_depth": 1},
     "lmm-no-momentum": {"memory_momentum": False},
+    "lmm-with-level": {"use_level": True},
 }
 MODELS = (*VARIANTS, *ABLATIONS, *(name for name in SETTINGS if name not in VARIANTS))
 PARTS = ("table", "look-back")
