@@ -14,8 +14,8 @@ from titans.report.plots import Curve, Forecast, plot_dots, plot_forecasts
 LABELS = {
     "lmm": "LMM", "mac": "MAC", "mag": "MAG", "mal": "MAL", "lmm-memory-off": "LMM, memory off",
     "lmm-linear-memory": "LMM, linear memory", "lmm-no-momentum": "LMM, no momentum",
-    "lmm-with-level": "LMM, told the level", "patchtst": "PatchTST", "itransformer": "iTransformer", "dlinear": "DLinear", "nhits": "NHITS", "last-value": "last value",
-    "last-season": "last season",
+    "lmm-with-level": "LMM, told the level", "patchtst": "PatchTST", "itransformer": "iTransformer",
+    "dlinear": "DLinear", "nhits": "NHITS", "last-value": "last value", "last-season": "last season",
 }  # fmt: skip
 # Means of MSE and MAE over the horizons 96, 192, 336 and 720 at a look-back of 96: Table 3 of the Titans paper, whose
 # Titans is the memory alone.
