@@ -197,6 +197,7 @@ def test_a_recipe_that_is_not_there_and_an_unknown_name_are_one_sentence(capsys:
         (["lm", "data"], "train"),
         (["ablation", "data"], "train"),
         (["depth", "data"], "train"),
+        (["forecasting", "data"], "forecast,plot"),
         (["memory"], "models,plot"),
         (["surprise"], "text,plot"),
         (["text-memory", "talks.json"], "text,plot"),
