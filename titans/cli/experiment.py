@@ -206,6 +206,9 @@ def genomics(
     models: Names = None,
     folds: Annotated[int, typer.Option(help="Folds of data that comes without splits; near copies share a fold.")] = 5,
     only_folds: Annotated[int | None, typer.Option(help="Test only so many of the folds.")] = None,
+    control_folds: Annotated[
+        int, typer.Option(help="Test changed, pre-trained and misled LMMs in so many of the folds at most.")
+    ] = 3,
     seeds: Seeds = "0",
     epochs: Annotated[int | None, typer.Option(help="Epochs of every model, instead of each model's own.")] = None,
     word: Annotated[int, typer.Option(help="Letters of the words that tokens are made of. 1: single letters.")] = 4,
@@ -221,8 +224,8 @@ def genomics(
         from titans.experiments.genomics import MODELS, GenomicsExperiment, run_genomics
 
         experiment = GenomicsExperiment(
-            data, names(models) or tuple(MODELS), folds, only_folds, numbers(seeds, "--seeds"), word, stride,
-            fit={} if epochs is None else {"epochs": epochs}, drop_shared=drop_shared, at_a_time=at_a_time,
+            data, names(models) or tuple(MODELS), folds, only_folds, control_folds, numbers(seeds, "--seeds"), word,
+            stride, fit={} if epochs is None else {"epochs": epochs}, drop_shared=drop_shared, at_a_time=at_a_time,
         )  # fmt: skip
         run_genomics(experiment.quick() if quick else experiment, out, move, this_command())
 

@@ -38,6 +38,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "lmm-pretrained": {"pretraining": 2},
     "lmm-shuffled": {},
 }
+CONTROLS = ("lmm-memory-off", "lmm-linear", "lmm-no-momentum", "lmm-pretrained", "lmm-shuffled")
 QUICK = {"epochs": 1}
 QUICK_SEQUENCES = 96
 
@@ -51,6 +52,7 @@ class GenomicsExperiment:
         models: of ``MODELS``.
         folds: of data that does not come with any.
         only_folds: how many of the folds are tested, from the first on; None: all of them.
+        control_folds: how many of them at most with changed, pre-trained or misled LMMs.
         seeds: one run of every model and fold for each.
         word, stride, hidden_size: of all sequence models, see :class:`titans.experiments.genomics_runs.Run`.
         fit: fields of :class:`titans.experiments.genomics_runs.Fit`, for all models.
@@ -63,6 +65,7 @@ class GenomicsExperiment:
     models: Sequence[str] = tuple(MODELS)
     folds: int = 5
     only_folds: int | None = None
+    control_folds: int = 3
     seeds: Sequence[int] = (0,)
     word: int = 4
     stride: int = 8
@@ -82,6 +85,7 @@ class GenomicsExperiment:
                     raise ValueError(f"{name} has {each!r} more than once; expected each once")
         require_whole(least=2, folds=self.folds)
         require_whole(word=self.word, stride=self.stride, hidden_size=self.hidden_size, at_a_time=self.at_a_time)
+        require_whole(least=0, control_folds=self.control_folds)
         if self.only_folds is not None:
             require_whole(only_folds=self.only_folds)
         for name in self.fit:
@@ -128,7 +132,7 @@ def plan(experiment: GenomicsExperiment) -> list[Run]:
         for place in range(max(map(len, tested.values())))
         for model in experiment.models
         for name in sets
-        if place < len(tested[name])
+        if place < min(len(tested[name]), experiment.control_folds if model in CONTROLS else len(tested[name]))
     ]  # fmt: skip
 
 

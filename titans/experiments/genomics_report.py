@@ -36,10 +36,10 @@ PUBLISHED = {
 }
 ABOUT = (
     "Every sequence model reads the same tokens, each the mean of the embeddings of {stride} words of {word} letters, "
-    "has about as many parameters, one layer (Mamba2, which has no feed-forward layers, two), and is trained alike: a "
-    "random strand of each sequence, and the mean of both strands' logits in the test. The CNN is that of the Genomic "
-    "Benchmarks paper, trained as there, but with cross-entropy; once more with both strands. Counts of words are a "
-    "logistic regression, which knows no order."
+    "has about as many parameters in two layers (MAC, MAG and MAL, whose layers have memory and attention, in one), "
+    "and is trained alike: on a random strand of each sequence, and tested by the mean of both strands' logits. The "
+    "CNN is that of the Genomic Benchmarks paper, trained as there, but with cross-entropy; once more with both "
+    "strands. Counts of words are a logistic regression, which knows no order."
 )
 
 

@@ -27,9 +27,9 @@ from titans.tasks.dna import LETTERS, DNASet, read_dna
 UNKNOWN = LETTERS.index("N")
 COMPLEMENT = torch.tensor([3, 2, 1, 0, UNKNOWN])
 PARAMETERS = 72_000  # of every sequence model, its tokens and its last layer included
-# What all variants of ours share; the width of the feed-forward layer makes up for the rest.
+# What all variants of ours share; the width of the feed-forward layers makes up for the rest.
 OURS: dict[str, Any] = {
-    "num_hidden_layers": 1, "num_attention_heads": 2, "segment_size": 32, "window_size": 32,
+    "num_attention_heads": 2, "segment_size": 32, "window_size": 32,
     "num_persistent_tokens": 4, "memory_heads": 2,
 }  # fmt: skip
 ABLATIONS: dict[str, dict[str, Any]] = {
@@ -254,7 +254,7 @@ def network_fields(model: str, hidden_size: int) -> dict[str, Any]:
     if model.startswith("cnn") or model == "word-counts":
         return {}
     common = {"vocab_size": 1, "hidden_size": hidden_size}
-    if model == "mamba2":  # two of its layers have the parameters of one with a feed-forward layer
+    if model == "mamba2":
         return common | {
             "num_hidden_layers": 2,
             "num_heads": 4,
@@ -263,8 +263,10 @@ def network_fields(model: str, hidden_size: int) -> dict[str, Any]:
             "chunk_size": 32,
         }
     if model == "llama":
-        return common | {"num_hidden_layers": 1, "num_attention_heads": 2}
-    return common | OURS | ABLATIONS.get(model, {}) | {"variant": model.split("-")[0]}
+        return common | {"num_hidden_layers": 2, "num_attention_heads": 2}
+    variant = model.split("-")[0]
+    layers = 2 if variant == "lmm" else 1  # the others have attention beside the memory in each
+    return common | OURS | ABLATIONS.get(model, {}) | {"variant": variant, "num_hidden_layers": layers}
 
 
 def _config(model: str, hidden_size: int, width: int) -> PreTrainedConfig:
