@@ -44,7 +44,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def a_run(folder: Path, model: str = "lmm", **changes: Any) -> Run:
     fit = {**MODELS[model], "epochs": 6, **changes.pop("fit", {})}
-    given: dict[str, Any] = {"fold": 0, "seed": 0, "word": 2, "stride": 4, "hidden_size": 16, "fit": fit, **changes}
+    given: dict[str, Any] = {"fold": 0, "seed": 0, "word": 2, "stride": 8, "hidden_size": 16, "fit": fit, **changes}
     return Run(str(folder), "content", 3, False, model, **given)
 
 
