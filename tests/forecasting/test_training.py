@@ -138,3 +138,25 @@ def test_parts_without_a_window_and_losses_that_are_not_finite_are_one_sentence(
     broken.scale.data.fill_(torch.nan)
     with pytest.raises(ValueError, match=r"^the validation loss was never finite; expected a lower learning rate"):
         fit(broken, windows, windows, FitSettings(steps=2))
+
+
+def test_pasts_of_random_lengths_end_where_the_future_begins() -> None:
+    values = np.arange(60.0).reshape(-1, 1)
+    windows = make_windows([values], [(0, 60)], 20, 4)
+    seen = []
+
+    class Listener(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def forward(self, **batch: torch.Tensor) -> SimpleNamespace:
+            if self.training:
+                seen.append(batch["past_values"].shape[1])
+                assert (batch["past_values"][:, -1] + 1 == batch["future_values"][:, 0]).all()
+            return SimpleNamespace(loss=(self.weight - 1).square())
+
+    fit(Listener(), windows, windows, FitSettings(steps=60, batch_size=4, shortest_past=8))
+    assert min(seen) == 8 and max(seen) == 20
+    with pytest.raises(ValueError, match="shortest_past is 21; expected a number from 1 to 20"):
+        fit(Listener(), windows, windows, FitSettings(steps=2, shortest_past=21))

@@ -167,7 +167,9 @@ def do_run(run: Run) -> dict[str, Any]:
     torch.manual_seed(run.seed)
     model = build_model(run)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    fitted = fit(model, train, valid, FitSettings(**run.fit, seed=run.seed)) if parameters else None
+    shortest = run.context if run.history else None
+    settings = FitSettings(**run.fit, seed=run.seed, shortest_past=shortest)
+    fitted = fit(model, train, valid, settings) if parameters else None
     figures: dict[str, Any] = {
         "data": run.data, "model": run.model, "horizon": run.horizon, "seed": run.seed, "context": run.context,
         "history": run.history, "parameters": parameters, "windows": len(test),

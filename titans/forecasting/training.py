@@ -28,6 +28,8 @@ class FitSettings:
         evaluate_every: updates from one look at the validation windows to the next.
         patience: looks without a better figure after which it ends.
         valid_windows: how many validation windows a look takes at most, spread evenly.
+        shortest_past: each training batch looks back on a random number of values, from this many to all that its
+            windows have: a memory that always read the same number of tokens knows no other. None: on all of them.
         max_norm: of the gradients.
         seed: of the order of the windows and of dropout.
     """
@@ -39,6 +41,7 @@ class FitSettings:
     evaluate_every: int = 100
     patience: int = 3
     valid_windows: int = 1000
+    shortest_past: int | None = None
     max_norm: float = 1.0
     seed: int = 0
 
@@ -78,6 +81,8 @@ def fit(
     A model is called with the names of :class:`titans.TitansForPrediction` and returns an object with a ``loss``.
     """
     settings.check()
+    if settings.shortest_past is not None and not 1 <= settings.shortest_past <= train.past:
+        raise ValueError(f"shortest_past is {settings.shortest_past}; expected a number from 1 to {train.past}")
     for name, windows in (("training", train), ("validation", valid)):
         if not len(windows):
             raise ValueError(
@@ -95,8 +100,11 @@ def fit(
         if len(order) < min(settings.batch_size, len(train)):
             order = torch.cat([order, torch.randperm(len(train))])
         numbers, order = order[: settings.batch_size], order[settings.batch_size :]
+        batch = train.batch(numbers)
+        if settings.shortest_past is not None:
+            batch = _cut(batch, int(torch.randint(settings.shortest_past, train.past + 1, ())))
         model.train()
-        loss = model(**_on(device, train.batch(numbers))).loss
+        loss = model(**_on(device, batch)).loss
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
@@ -166,6 +174,11 @@ def forecast_errors(forecast: Callable[..., Any], windows: Windows, batch_size: 
         absolute += error.abs().sum(0)
         count += seen.sum(0)
     return Errors(squared, absolute, count)
+
+
+def _cut(batch: dict[str, Tensor], past: int) -> dict[str, Tensor]:
+    """The batch with the last ``past`` values of its pasts."""
+    return {name: x[:, -past:] if name.startswith("past") else x for name, x in batch.items()}
 
 
 def _on(device: torch.device, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
     weights of a language model can be loaded; the layer on top is then new, which a warning says.
     """
 
+    accepts_loss_kwargs = False  # a Trainer that accumulates gradients takes the mean itself, for every kind of label
     _keys_to_ignore_on_load_missing = [r"^score\."]
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
