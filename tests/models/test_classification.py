@@ -1,4 +1,4 @@
-"""The classifier: any padding, any kind of label, saved and loaded, trained by the Trainer, begun as a language model."""
+"""The classifier: padding, all kinds of labels, saving and loading, the Trainer, and the start from a language model."""
 
 from __future__ import annotations
 
