@@ -1,4 +1,4 @@
-"""The classifier: padding, all kinds of labels, saving and loading, the Trainer, and the start from a language model."""
+"""The classifier: padding, all kinds of labels, saving and loading, the Trainer, and the start as a language model."""
 
 from __future__ import annotations
 
