@@ -31,7 +31,7 @@ common = dict(
     h=YEAR, input_size=36, hidden_size=64, max_steps=arguments.steps, val_check_steps=arguments.steps,
     learning_rate=5e-3, windows_batch_size=64, logger=False, enable_progress_bar=False, enable_model_summary=False,
 )  # fmt: skip
-titans = dict(num_hidden_layers=2, patch_length=4, patch_stride=4)
+titans = dict(num_hidden_layers=2, patch_length=4, patch_stride=4, linear_skip=True)
 patchtst = dict(encoder_layers=2, n_heads=4, linear_hidden_size=128, patch_len=12, stride=6)
 models = [Titans(**common, **titans, random_seed=seed, alias=f"Titans {seed}") for seed in SEEDS]
 models += [PatchTST(**common, **patchtst, random_seed=seed, alias=f"PatchTST {seed}") for seed in SEEDS]
