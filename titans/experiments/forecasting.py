@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 import time
-import traceback
-from collections.abc import Generator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titans.experiments.forecasting_report import forecasting_sections
 from titans.experiments.forecasting_runs import LOOK_BACKS, Run, check_run, do_run, load_data
-from titans.files import not_there, write_atomically, write_json
+from titans.experiments.workers import do_all
+from titans.files import not_there
 from titans.forecasting.training import FitSettings
 from titans.models.configuration import VARIANTS
 from titans.report.outcome import read_kept, write_outcome
 from titans.report.progress import Progress, silent
-from titans.words import nearest, require_whole, sentence
+from titans.words import nearest, require_whole
 
 # What every model is trained with: fields of FitSettings, and those that differ for data sets whose names begin so.
 BUDGET: dict[str, Any] = {
@@ -80,7 +70,6 @@ MODELS = (*VARIANTS, *ABLATIONS, *(name for name in SETTINGS if name not in VARI
 PARTS = ("table", "look-back")
 QUICK = {"steps": 2, "batch_size": 4, "evaluate_every": 2, "valid_windows": 8}
 QUICK_WINDOWS = 16
-Results = Generator[tuple[Run, str | None], None, None]  # what was run, and why it failed
 
 
 @dataclass(frozen=True)
@@ -147,7 +136,7 @@ def run_forecasting(
     failed: dict[str, str] = {}
     try:
         missing = [run for run in runs if not read_kept(run.file(out), run.settings)]
-        failed = _do_all(missing, out, experiment.at_a_time, len(runs), progress)
+        failed = do_all(missing, do_run, out, experiment.at_a_time, len(runs), progress)
     finally:  # what is done when it is interrupted is reported, too
         report = _report(experiment, runs, failed, out, command)
     if failed:
@@ -231,72 +220,3 @@ def find_files(path: str, names: Sequence[str] = ()) -> dict[str, str]:
         if len(same) > 1:
             raise ValueError(f"{same[0]} and {same[1]} have the same name; expected each name once")
     return {file.stem: str(file) for file in chosen}
-
-
-def _do_all(runs: Sequence[Run], out: Path, at_a_time: int, total: int, progress: Progress) -> dict[str, str]:
-    """Does the runs in processes of one thread; one at a time, in this one. Returns why those that failed did."""
-    failed: dict[str, str] = {}
-    done = total - len(runs)
-    results = _one_by_one(runs, out) if at_a_time == 1 else _side_by_side(runs, out, at_a_time)
-    progress(done, total, runs[0].name if runs else "")
-    with closing(results):
-        for run, why in results:
-            done += 1
-            if why is not None:
-                failed[run.name] = why
-            progress(done, total, f"after {run.name}")
-    return failed
-
-
-def _one_by_one(runs: Sequence[Run], out: Path) -> Results:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        for run in runs:
-            yield run, _attempt(run, out)
-    finally:
-        torch.set_num_threads(threads)
-
-
-def _side_by_side(runs: Sequence[Run], out: Path, at_a_time: int) -> Results:
-    if not runs:
-        return
-    context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    pool = ProcessPoolExecutor(at_a_time, context, _start_worker, (theirs,))
-    try:
-        futures = {pool.submit(_attempt, run, out): run for run in runs}
-        for future in as_completed(futures):
-            try:
-                yield futures[future], future.result()
-            except BrokenProcessPool:
-                yield futures[future], "its process, or one beside it, was ended from outside; it can be done again"
-    finally:
-        ours.close()
-        pool.shutdown(cancel_futures=True)
-
-
-def _start_worker(parent: Connection) -> None:
-    """One thread; and the process ends when its parent does, in whatever way, or closes its end of the pipe."""
-    torch.set_num_threads(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-
-    def wait() -> None:
-        try:
-            parent.recv_bytes()
-        except (EOFError, OSError):
-            os._exit(1)
-
-    threading.Thread(target=wait, daemon=True).start()
-
-
-def _attempt(run: Run, out: Path) -> str | None:
-    """Does a run and writes its figures; returns why it failed, and leaves the whole story beside the figures."""
-    log = run.file(out).with_suffix(".log")
-    try:
-        write_json(run.file(out), do_run(run))
-    except Exception as error:
-        write_atomically(log, traceback.format_exc().encode())
-        return f"{sentence(error)} (see {log})"
-    log.unlink(missing_ok=True)
-    return None
