@@ -43,7 +43,7 @@ def test_a_random_walk_is_forecast_no_better_than_by_its_last_value() -> None:
     values /= values.std(0)
     train, valid, test = parts(values, 24, 4)
     model = forecaster(prediction_length=4, num_input_channels=8)
-    settings = FitSettings(steps=80, learning_rate=1e-2, batch_size=16, evaluate_every=40, valid_windows=50)
+    settings = FitSettings(steps=40, learning_rate=1e-2, batch_size=16, valid_windows=50)
     fit(model, train, valid, settings)
     last = np.mean([np.square(values[t : t + 4] - values[t - 1]).mean() for t in range(1200, 1497)])
     assert 0.98 * last < forecast_errors(model, test).mse < 2 * last
