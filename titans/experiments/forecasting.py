@@ -27,10 +27,7 @@ BUDGET: dict[str, Any] = {
 # horizon 336; sizes are those of the authors for each data set where they publish them.
 TITANS: dict[str, Any] = {
     "fit": {"learning_rate": 3e-3},
-    "data": {
-        "ETTh": {"options": {"linear_skip": True}},
-        "ETTm": {"options": {"patch_stride": 8}, "fit": {"learning_rate": 5e-3}},
-    },
+    "data": {"ETTm": {"options": {"patch_stride": 8}, "fit": {"learning_rate": 5e-3}}},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     **{variant: TITANS for variant in VARIANTS},
