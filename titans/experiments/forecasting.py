@@ -27,7 +27,7 @@ BUDGET: dict[str, Any] = {
 # horizon 336; sizes are those of the authors for each data set where they publish them.
 TITANS: dict[str, Any] = {
     "fit": {"learning_rate": 3e-3},
-    "data": {"ETTm": {"options": {"patch_stride": 8}, "fit": {"learning_rate": 5e-3}}},
+    "data": {"ETTm": {"options": {"hidden_size": 128, "memory_heads": 8, "patch_stride": 8}}},
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     **{variant: TITANS for variant in VARIANTS},
