@@ -11,7 +11,7 @@ import pandas as pd
 import pytest
 
 from tests.cli import commands
-from titans.forecasting import trained
+from titans.forecasting import read_series, trained
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--field", "hidden_size=16", "--field", "num_hidden_layers=1", "--field", "dropout=0.0"]
@@ -81,7 +81,7 @@ def test_a_wave_is_learned_forecast_and_tested(folder: Path, capsys: pytest.Capt
 
 def test_a_long_file_gives_a_long_forecast(folder: Path) -> None:
     assert run("fit", "long.csv", *SMALL, "--steps", "2", "--loss", "mse", "--variant", "mac") == 0
-    assert run("predict", "runs/forecast", "long.csv", "--whole-past") == 0
+    assert run("predict", "runs/forecast", "long.csv") == 0
     table = pd.read_csv("forecast.csv")
     assert list(table) == ["unique_id", "ds", "Titans"]
     assert table["unique_id"].tolist() == ["x"] * 6 + ["y"] * 6
@@ -89,6 +89,22 @@ def test_a_long_file_gives_a_long_forecast(folder: Path) -> None:
     assert table["Titans"].iloc[6:].min() > 100
     assert run("evaluate", "runs/forecast", "long.csv", "--out", "tested") == 0
     assert json.loads(Path("tested/forecast.json").read_text())["interval"] == ""
+
+
+def test_a_forecaster_that_was_trained_with_a_history_reads_the_whole_past(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run("fit", "wide.csv", *SMALL, "--steps", "2", "--history", "12", "--out", "model") == 0
+    assert "context 12, history 12, horizon 6: trained on 27 windows" in capsys.readouterr().out
+    assert json.loads(Path("model/forecast.json").read_text())["history"] == 12
+    assert run("predict", "model", "wide.csv", "--whole-past") == 0
+    forecaster, (series,) = trained.TrainedForecaster.load("model"), read_series("wide.csv")
+    table = pd.read_csv("forecast.csv")["a"]
+    np.testing.assert_allclose(table, forecaster.forecast(series, whole_past=True)[:, 0, 1], rtol=1e-6)
+    assert not np.allclose(table, forecaster.forecast(series)[:, 0, 1], rtol=1e-5, atol=0)
+    assert run("evaluate", "model", "wide.csv", "--whole-past") == 0
+    assert json.loads(Path("model/evaluation/forecast.json").read_text())["whole_past"] is True
+    assert "has read the series from its first row on" in Path("model/evaluation/report.html").read_text()
 
 
 def test_rows_as_they_come_and_some_columns_are_read_so_again_for_a_forecast(folder: Path) -> None:
@@ -138,6 +154,9 @@ FIT = ["--horizon", "6"]
         (["predict", "nowhere", "wide.csv"], "forecast.json is not there; expected a folder written by titans"),
         (["predict", "{model}", "other.csv"], "other.csv has no column 'a'"),
         (["predict", "{model}", "fewer.csv"], "the data has 9 rows; expected at least the context of the model, 12"),
+        (["predict", "{model}", "wide.csv", "--whole-past"], "expected one of titans forecast fit --history"),
+        (["evaluate", "{model}", "wide.csv", "--whole-past"], "expected one of titans forecast fit --history"),
+        (["fit", "wide.csv", *FIT, "--context", "12", "--history", "3"], "history is 3; expected 0, or at least"),
         (["predict", "{model}", "wide.csv", "--horizon", "0"], "'--horizon'"),
         (["predict", "{model}", "wide.csv", "--out", "."], "is a directory"),
         (["evaluate", "{model}", "wide.csv"], "follow those that the model was fitted on and its context"),

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import pytest
-import torch
 
 from titans.cli import main
 from titans.experiments import forecasting
@@ -31,10 +30,7 @@ from titans.experiments.forecasting import (
     run_forecasting,
 )
 from titans.experiments.forecasting_report import LABELS, PUBLISHED, error_table
-from titans.experiments.forecasting_runs import load_data, split_ends, streamed_errors, streamed_states, windows_of
-from titans.forecasting.training import forecast_errors
-from titans.forecasting.windows import make_windows
-from titans.models import TitansForPrediction, TitansPredictionConfig
+from titans.experiments.forecasting_runs import load_data, split_ends, windows_of
 
 OURS = {
     "options": {
@@ -232,37 +228,6 @@ def test_means_are_over_the_horizons_of_each_seed_and_need_all_of_them() -> None
         "some", "1,000", "0.200 ±0.100", "0.400 ±0.200", "0.400 ±0.141", "0.800 ±0.283", "0.300 ±0.141", "0.600 ±0.283",
     ]  # fmt: skip
     assert table.rows[1] == ["one", "1,000", "0.100", "0.200", "-", "-", "-", "-"]
-
-
-@pytest.mark.parametrize("fields", [{"variant": "lmm"}, {"variant": "mac"}, {"variant": "mal", "tokens": "variates"}])
-def test_streamed_forecasts_equal_those_of_one_call_over_the_whole_past(fields: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    sizes = {
-        "context_length": 12,
-        "prediction_length": 3,
-        "patch_length": 4,
-        "patch_stride": 2,
-        "num_input_channels": 2,
-    }
-    config = TitansPredictionConfig(**OURS["options"] | sizes | fields)
-    model = TitansForPrediction(config).double().eval()
-    values = np.random.default_rng(0).normal(size=(36, 2))
-    values[10:13, 1] = np.nan
-    windows = make_windows([values], [(13, 36)], past=12, future=3)
-    seen = 0
-    with torch.no_grad():
-        for cache, block in streamed_states(model, windows):
-            batch = block.batch(torch.arange(len(block)))
-            streamed = model(batch["past_values"], batch["past_observed_mask"], past_key_values=cache)
-            for origin, forecast in zip(block.origins, streamed.prediction_outputs, strict=True):
-                whole = model(windows.values[None, :origin], windows.observed[None, :origin]).prediction_outputs[0]
-                assert (forecast - whole).abs().max() < 1e-9
-                seen += 1
-    assert seen == len(windows) == 21
-    alone = [forecast_errors(model, replace(windows, origins=at.view(1), past=int(at))) for at in windows.origins]
-    together = streamed_errors(model, windows)
-    torch.testing.assert_close(together.squared, sum(each.squared for each in alone), rtol=1e-9, atol=0)
-    assert together.mse != pytest.approx(forecast_errors(model, windows).mse, rel=1e-3)
 
 
 def test_a_streamed_run_reads_the_file_from_its_first_row(everything: tuple[Path, dict[str, Any]]) -> None:

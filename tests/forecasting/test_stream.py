@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from safetensors.torch import load_file, save_file
 from tests.models.forecasters import CHANNELS, HORIZON, QUANTILES, VARIANTS, model, series
 from titans import TitansForPrediction
 from titans.forecasting import Forecaster
-from titans.forecasting.stream import BLOCK
-from titans.forecasting.windows import Scaler
+from titans.forecasting.stream import BLOCK, streamed_errors, streamed_states
+from titans.forecasting.training import forecast_errors
+from titans.forecasting.windows import Scaler, make_windows
 
 # small enough for several blocks of tokens in 300 rows, with patches that leave gaps, overlap, and fit badly
 CONTEXT = 5
@@ -373,3 +375,23 @@ def test_a_hundred_thousand_observations_take_flat_memory_and_constant_time() ->
     assert forecaster.seen == 100_000 and np.isfinite(forecaster.forecast()).all()
     assert peaks[-1] - peaks[0] < 2048  # KiB
     assert np.median(seconds[5:]) < 1.5 * np.median(seconds[:5])
+
+
+@pytest.mark.parametrize("kind", [SOME[0], SOME[1], *SOME[-2:]], ids=", ".join)
+def test_every_window_is_forecast_as_in_one_call_over_its_whole_past(kind: tuple[str, str]) -> None:
+    made, length = MADE[kind], 24
+    windows = make_windows([rows(length, missing=0.1)], [(CONTEXT + 1, length)], CONTEXT, HORIZON)
+    seen = 0
+    with torch.no_grad():
+        for cache, block in streamed_states(made, windows):
+            batch = block.batch(torch.arange(len(block)))
+            forecasts = made(batch["past_values"], batch["past_observed_mask"], past_key_values=cache)
+            for origin, forecast in zip(block.origins, forecasts.prediction_outputs, strict=True):
+                whole = made(windows.values[None, :origin], windows.observed[None, :origin]).prediction_outputs[0]
+                assert (forecast - whole).abs().max() < 1e-9
+                seen += 1
+    assert seen == len(windows) == length - CONTEXT - HORIZON
+    alone = [forecast_errors(made, replace(windows, origins=at.view(1), past=int(at))) for at in windows.origins]
+    together = streamed_errors(made, windows)
+    torch.testing.assert_close(together.squared, sum(each.squared for each in alone), rtol=1e-9, atol=0)
+    assert together.mse != pytest.approx(forecast_errors(made, windows).mse, rel=1e-3)

@@ -44,19 +44,22 @@ def first_rows(series: Series, rows: int) -> Series:
     return replace(series, values=series.values[:rows], times=series.times[:rows])
 
 
-def test_the_figures_are_those_of_one_forecast_after_another() -> None:
-    series, forecaster = waves(), trained()
+@pytest.mark.parametrize("history", [0, 24])
+def test_the_figures_are_those_of_one_forecast_after_another(history: int) -> None:
+    series, forecaster = waves(), trained(history=history)
+    whole_past = history > 0
     start = int((series.times <= pd.Timestamp(forecaster.about.seen[""])).sum())
     assert start == 160
     scaler = forecaster.scaler(series)
     np.testing.assert_allclose(scaler.mean, np.nanmean(series.values[:140], axis=0))
     errors, inside = [], []
     for origin in range(start, 200 - 12 + 1):
-        made = scaler.scale(forecaster.forecast(first_rows(series, origin)).swapaxes(1, 2))  # (12, quantiles, channels)
+        made = forecaster.forecast(first_rows(series, origin), whole_past=whole_past)
+        made = scaler.scale(made.swapaxes(1, 2))  # (12, quantiles, channels)
         truth = scaler.scale(series.values[origin : origin + 12])
         errors.append(made[:, 1] - truth)
         inside.append(np.where(np.isnan(truth), np.nan, (made[:, 0] <= truth) & (truth <= made[:, 2])))
-    report = evaluate_series(forecaster, [series])
+    report = evaluate_series(forecaster, [series], whole_past=whole_past)
     assert report["windows"] == len(errors) == 29
     assert report["season"] == 24
     assert report["overall"]["Titans"]["mse"] == pytest.approx(np.nanmean(np.square(errors)), rel=1e-4)
@@ -105,10 +108,11 @@ def test_an_unknown_series_is_all_test_and_scaled_by_itself() -> None:
 
 
 def test_a_saved_forecaster_forecasts_the_same(tmp_path: Path) -> None:
-    forecaster = trained()
+    forecaster = trained(history=24)
     forecaster.save(tmp_path / "new" / "model")
     again = TrainedForecaster.load(tmp_path / "new" / "model")
     assert again.about.seen == forecaster.about.seen
+    assert again.about.history == 24
     np.testing.assert_array_equal(again.forecast(waves()), forecaster.forecast(waves()))
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["model"]
     with pytest.raises(ValueError, match="is not empty; expected a folder that is new or empty"):
@@ -151,8 +155,35 @@ def test_the_context_is_as_long_as_it_helps_and_the_data_allows(rows: int, horiz
     assert forecaster.model.config.context_length == context
 
 
+def test_training_reads_histories_of_all_lengths_and_validation_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[bool, set[int]] = {True: set(), False: set()}
+    forward = TitansForPrediction.forward
+
+    def watched(self: TitansForPrediction, past_values: torch.Tensor, *others: Any, **options: Any) -> Any:
+        read[self.training].add(past_values.shape[1])
+        return forward(self, past_values, *others, **options)
+
+    monkeypatch.setattr(TitansForPrediction, "forward", watched)
+    settings = FitSettings(steps=8, evaluate_every=8)
+    forecaster = fitted(history=24, settings=settings)
+    assert len(read[True]) > 4 and min(read[True]) >= 24 and max(read[True]) <= 48
+    assert read[False] == {48}
+    assert forecaster.about.fitted["windows"] == [140 - 48 - 11, 20 - 11]
+    read[True].clear()
+    assert fitted(settings=settings).about.fitted["windows"] == [140 - 24 - 11, 20 - 11]
+    assert read[True] == {24}
+
+
+def test_a_memory_that_never_read_a_history_is_not_given_one() -> None:
+    words = "trained without a history; expected one of titans forecast fit --history"
+    with pytest.raises(ValueError, match=words):
+        trained().forecast(waves(), whole_past=True)
+    with pytest.raises(ValueError, match=words):
+        evaluate_series(trained(), [waves()], whole_past=True)
+
+
 def test_longer_horizons_go_on_from_forecasts_and_the_whole_past_makes_a_difference() -> None:
-    series, forecaster = waves(), trained()
+    series, forecaster = waves(), trained(history=24)
     short, longer = forecaster.forecast(series), forecaster.forecast(series, 30)
     assert short.shape == (12, 2, 3) and longer.shape == (30, 2, 3)
     np.testing.assert_allclose(longer[:12], short)
@@ -206,6 +237,9 @@ def test_a_channel_without_a_value_to_learn_or_forecast_from_is_refused() -> Non
         ({"valid": 0.0}, "valid is 0.0 and test is 0.2; expected shares that leave something to train on"),
         ({"valid": 0.5, "test": 0.5}, "expected shares that leave something to train on"),
         ({"context": 0}, "context is 0; expected at least 1"),
+        ({"history": -1}, "history is -1; expected at least 0"),
+        ({"history": 15}, "history is 15; expected 0, or at least the 16 values of a token"),
+        ({"history": 106}, "rows; expected at least 202 for a context of 24, a history of 106 and a horizon of 12"),
         ({"fields": {"patch_length": 30}}, "expected patches that fit into the context"),
     ],
 )

@@ -16,6 +16,13 @@ Data = Annotated[
     typer.Argument(help="A CSV file with one column per variate, or a long one with the columns unique_id, ds and y."),
 ]
 Model = Annotated[Path, typer.Argument(help="The folder of a forecaster, written by titans forecast fit.")]
+WholePast = Annotated[
+    bool,
+    typer.Option(
+        "--whole-past",
+        help="Read all rows with the memory, not only those of the context; takes a forecaster of fit --history.",
+    ),
+]
 QUANTILES = "0.1,0.5,0.9"
 
 
@@ -50,6 +57,10 @@ def fit(
         int | None,
         typer.Option(min=1, help="How many values to look back on; by default 96, the horizon or a season."),
     ] = None,
+    history: Annotated[
+        int,
+        typer.Option(min=0, help="How many values before these the memory reads in training, for --whole-past later."),
+    ] = 0,
     season: Annotated[
         int | None, typer.Option(min=1, help="How many values make a season; by default a day, a week or a year.")
     ] = None,
@@ -103,6 +114,7 @@ def fit(
                 series,
                 horizon,
                 context,
+                history,
                 valid,
                 test,
                 season,
@@ -119,8 +131,9 @@ def fit(
     if fitted["series"][0] < fitted["series"][1]:
         typer.echo(f"{fitted['series'][1] - fitted['series'][0]} series are too short to learn from.")
     typer.echo(
-        f"{variant}, {fitted['parameters']:,} parameters, context {trained.model.config.context_length}, horizon "
-        f"{horizon}: trained on {fitted['windows'][0]:,} windows, until {max(map(str, seen.values()))}"
+        f"{variant}, {fitted['parameters']:,} parameters, context {trained.model.config.context_length}, "
+        f"{f'history {history}, ' if history else ''}horizon {horizon}: trained on {fitted['windows'][0]:,} windows, "
+        f"until {max(map(str, seen.values()))}"
     )
     typer.echo(
         f"validation loss ({loss}) {fitted['valid']:.4f} on {fitted['windows'][1]:,} windows, step {fitted['steps']:,}"
@@ -139,9 +152,7 @@ def predict(
         int | None,
         typer.Option(min=1, help="How many values to forecast; more than in training by going on from forecasts."),
     ] = None,
-    whole_past: Annotated[
-        bool, typer.Option("--whole-past", help="Read all rows with the memory, not only those of the context.")
-    ] = False,
+    whole_past: WholePast = False,
     device: Device = "auto",
 ) -> None:
     """Forecast what follows the last row, in the units and the layout of the data."""
@@ -158,7 +169,6 @@ def predict(
         with bar("forecasting", len(series)) as move:
             for done, one in enumerate(series):
                 move(done, len(series), one.name)
-                trained.check(one)
                 forecasts.append(trained.forecast(one, horizon, whole_past))
         table = as_table(trained, series, forecasts)
         png = draw_forecasts(trained, series, forecasts, f"What follows {series[0].times[-1]}")
@@ -175,6 +185,7 @@ def evaluate(
         Path | None, typer.Option(help="The folder for the report; by default evaluation in that of the forecaster.")
     ] = None,
     season: Annotated[int | None, typer.Option(min=1, help="How many values make a season.")] = None,
+    whole_past: WholePast = False,
     device: Device = "auto",
 ) -> None:
     """Test a forecaster on every window of rows that it has not seen, beside the last value and the last season."""
@@ -193,7 +204,7 @@ def evaluate(
     with one_sentence():
         trained, series = _load(model, data, device)
         with bar("testing") as move:
-            figures = evaluate_series(trained, series, season, move)
+            figures = evaluate_series(trained, series, season, whole_past, move)
         report = {"name": "forecast", "command": this_command(), "date": time.strftime("%Y-%m-%d"), **figures}
         sections = evaluation_sections(trained, series, report)
         with locked(out, "titans forecast evaluate"):

@@ -6,9 +6,9 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +18,10 @@ from torch import nn
 import titans
 from titans.forecasting.baselines import build_baseline
 from titans.forecasting.data import Values, read_series, season_of
-from titans.forecasting.training import Errors, FitSettings, fit, forecast_errors
+from titans.forecasting.stream import streamed_errors
+from titans.forecasting.training import FitSettings, fit, forecast_errors
 from titans.forecasting.windows import Scaler, Windows, make_windows, split_rows
 from titans.models import TitansForPrediction, TitansPredictionConfig
-from titans.models.cache import TitansCache
 
 LOOK_BACKS = (96, 336, 720)
 # Months of 30 days of training, validation and test, as all comparisons on the ETT files have them.
@@ -200,42 +200,3 @@ def _example(run: Run, model: nn.Module, test: Windows) -> dict[str, Any]:
         "channel": data.names[-1],
         "values": [round(x, 5) for x in values.tolist()],
     }
-
-
-@torch.no_grad()
-def streamed_errors(model: TitansForPrediction, windows: Windows) -> Errors:
-    """The errors on every window, as if each past began with the first row of the series.
-
-    Args:
-        windows: of one series, in rising order, with the model's context as their past.
-    """
-    model.eval()
-    parts = [
-        forecast_errors(partial(model.__call__, past_key_values=cache), block, len(block))
-        for cache, block in streamed_states(model, windows)
-    ]
-    return Errors(*(sum(each) for each in zip(*((p.squared, p.absolute, p.count) for p in parts), strict=True)))
-
-
-def streamed_states(model: TitansForPrediction, windows: Windows) -> Iterator[tuple[TitansCache | None, Windows]]:
-    """The memory that has read what lies before the contexts of some windows, one copy for each, and these windows.
-
-    The memory changes with every token, and many windows start between two tokens.
-    """
-    config = model.config
-    size, step = config.token_length, config.token_stride
-    counts = (windows.origins - config.context_length - size).div(step, rounding_mode="floor").add(1).clamp(min=0)
-    cache: TitansCache | None = None
-    read = first = 0
-    for count, block in zip(*(x.tolist() for x in counts.unique_consecutive(return_counts=True)), strict=True):
-        if count > read:
-            start, stop = read * step, (count - 1) * step + size
-            before = max(0, start + size - config.context_length)
-            values, observed = (x[before:stop].unsqueeze(0) for x in (windows.values, windows.observed))
-            cache = model.remember(values, observed, past_key_values=cache, already_read=start - before)
-            read = count
-        copies = None if cache is None else cache.copy()
-        if copies is not None:
-            copies.batch_select_indices(torch.arange(copies.batch_size).repeat(block))
-        yield copies, replace(windows, origins=windows.origins[first : first + block])
-        first += block

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +16,8 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from titans.forecasting.windows import Scaler
+from titans.forecasting.training import Errors, forecast_errors
+from titans.forecasting.windows import Scaler, Windows
 from titans.models.cache import TitansCache, digest
 from titans.models.prediction import TitansForPrediction
 from titans.ops.state import read_tensors, write_tensors
@@ -238,6 +241,46 @@ class Forecaster:
         point, levels = output.prediction_outputs, output.quantile_outputs
         point = point.masked_fill(unknown, torch.nan)
         return point, point if levels is None else levels.masked_fill(unknown.unsqueeze(-1), torch.nan)
+
+
+@torch.no_grad()
+def streamed_errors(model: TitansForPrediction, windows: Windows, forecast: Callable[..., Any] | None = None) -> Errors:
+    """The errors on every window, as if each past began with the first row of the series.
+
+    Args:
+        windows: of one series, in rising order, with the model's context as their past.
+        forecast: called in place of the model.
+    """
+    model.eval()
+    parts = [
+        forecast_errors(partial(forecast or model.__call__, past_key_values=cache), block, len(block))
+        for cache, block in streamed_states(model, windows)
+    ]
+    return Errors(*(sum(each) for each in zip(*((p.squared, p.absolute, p.count) for p in parts), strict=True)))
+
+
+def streamed_states(model: TitansForPrediction, windows: Windows) -> Iterator[tuple[TitansCache | None, Windows]]:
+    """The memory that has read what lies before the contexts of some windows, one copy for each, and these windows.
+
+    The memory changes with every token, and many windows start between two tokens.
+    """
+    config = model.config
+    size, step = config.token_length, config.token_stride
+    counts = (windows.origins - config.context_length - size).div(step, rounding_mode="floor").add(1).clamp(min=0)
+    cache: TitansCache | None = None
+    read = first = 0
+    for count, block in zip(*(x.tolist() for x in counts.unique_consecutive(return_counts=True)), strict=True):
+        if count > read:
+            start, stop = read * step, (count - 1) * step + size
+            before = max(0, start + size - config.context_length)
+            values, observed = (x[None, before:stop].to(model.device) for x in (windows.values, windows.observed))
+            cache = model.remember(values, observed, past_key_values=cache, already_read=start - before)
+            read = count
+        copies = None if cache is None else cache.copy()
+        if copies is not None:
+            copies.batch_select_indices(torch.arange(copies.batch_size, device=model.device).repeat(block))
+        yield copies, replace(windows, origins=windows.origins[first : first + block])
+        first += block
 
 
 def _array(name: str, values: Any) -> NDArray[np.float64]:

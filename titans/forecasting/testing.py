@@ -13,9 +13,11 @@ import torch
 
 from titans.forecasting.baselines import build_baseline
 from titans.forecasting.data import Series, Values
+from titans.forecasting.stream import streamed_errors
 from titans.forecasting.trained import PANELS, TrainedForecaster, draw_forecasts
 from titans.forecasting.training import Errors, forecast_errors
 from titans.forecasting.windows import Windows, make_windows
+from titans.models.cache import TitansCache
 from titans.report.page import Figure, Section, Table, show
 from titans.report.progress import Progress, silent
 
@@ -38,19 +40,24 @@ class _Tested:
 
 
 def evaluate_series(
-    trained: TrainedForecaster, series: Sequence[Series], season: int | None = None, progress: Progress = silent
+    trained: TrainedForecaster,
+    series: Sequence[Series],
+    season: int | None = None,
+    whole_past: bool = False,
+    progress: Progress = silent,
 ) -> dict[str, Any]:
     """Figures of every window whose future the model has not seen, none dropped, as plain data.
 
     Args:
         season: values of a season; default: that of the training. Where it is unknown or longer than what lies before
             the first window, nothing is compared with the last season.
+        whole_past: see :meth:`TrainedForecaster.forecast`.
     """
     config = trained.model.config
     season = season or trained.about.season
     found = []
     for one in series:
-        trained.check(one)
+        trained.check(one, whole_past)
         start = max(_unseen(trained, one), config.context_length)
         if len(one) - start >= config.prediction_length:
             scaled = trained.scaler(one).scale(one.values)
@@ -69,9 +76,9 @@ def evaluate_series(
         def moved(windows: int, before: int = done) -> None:
             progress(before + windows, total, "testing")
 
-        tested.append(_test(trained, one, windows, season, moved))
+        tested.append(_test(trained, one, windows, season, whole_past, moved))
         done += len(windows)
-    return _summarize(trained, tested, season)
+    return {"whole_past": whole_past, **_summarize(trained, tested, season)}
 
 
 def _unseen(trained: TrainedForecaster, series: Series) -> int:
@@ -83,15 +90,22 @@ def _unseen(trained: TrainedForecaster, series: Series) -> int:
 
 
 def _test(
-    trained: TrainedForecaster, series: Series, windows: Windows, season: int | None, moved: Callable[[int], None]
+    trained: TrainedForecaster,
+    series: Series,
+    windows: Windows,
+    season: int | None,
+    whole_past: bool,
+    moved: Callable[[int], None],
 ) -> _Tested:
     model, config = trained.model.eval(), trained.model.config
     inside = torch.zeros(config.prediction_length, len(series.names), dtype=torch.float64)
-    batches, done = windows.in_order(BATCH), 0
+    done = 0
 
-    def watched(**batch: torch.Tensor) -> Any:
+    def watched(past_key_values: TitansCache | None = None, **batch: torch.Tensor) -> Any:
         nonlocal done, inside
-        made, truth = model(**{name: x.to(model.device) for name, x in batch.items()}), next(batches)
+        given = {name: x.to(model.device) for name, x in batch.items()}
+        made = model(**given, past_key_values=past_key_values)
+        truth = windows.batch(torch.arange(done, done + len(made.prediction_outputs)))
         if made.quantile_outputs is not None:
             low, high = made.quantile_outputs[..., 0].cpu(), made.quantile_outputs[..., -1].cpu()
             future = truth["future_values"]
@@ -100,7 +114,9 @@ def _test(
         moved(done)
         return made
 
-    errors = {MODEL: forecast_errors(watched, windows, BATCH)}
+    errors = {
+        MODEL: streamed_errors(model, windows, watched) if whole_past else forecast_errors(watched, windows, BATCH)
+    }
     sizes = config.context_length, config.prediction_length, len(series.names)
     errors[LAST_VALUE] = forecast_errors(build_baseline("last-value", *sizes), windows, BATCH)
     if season is not None:
@@ -179,6 +195,8 @@ def evaluation_sections(
         f"{report['windows']:,} windows of {report['context']} + {horizon} values, every one whose future comes after "
         "what the model was fitted on. Errors are those of z-scores with the mean and deviation of the training part."
     )
+    if report["whole_past"]:
+        about += " Before each forecast the memory has read the series from its first row on."
     covered = ["in the " + report["interval"]] if report["interval"] else []
     overall = Table(
         ["", "MSE", "MAE", *covered],
@@ -211,9 +229,8 @@ def evaluation_sections(
     )
     shown = [one for one in series if len(one) >= report["context"] + horizon][:PANELS]
     before = [replace(one, values=one.values[:-horizon], times=one.times[:-horizon]) for one in shown]
-    png = draw_forecasts(
-        trained, shown, [trained.forecast(one) for one in before], "The last forecast beside what came", truth=True
-    )
+    made = [trained.forecast(one, whole_past=report["whole_past"]) for one in before]
+    png = draw_forecasts(trained, shown, made, "The last forecast beside what came", truth=True)
     picture = Figure("forecast.png", png, "Observed values, the forecast of the last ones, and its interval.")
     return [
         Section("Errors", [about], [overall], [picture]),

@@ -6,7 +6,7 @@ import itertools
 import shutil
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ class About:
         season: values of a season; None: unknown.
         scalers: mean and deviation of each channel, by the name of the series.
         seen: the last time of each series that was trained or validated on; what follows is there to test.
+        history: values before the context that the memory read in training, at most.
         reading: options of ``read_series`` that read such data.
         fitted: how the training went.
     """
@@ -53,6 +54,7 @@ class About:
     season: int | None
     scalers: Mapping[str, Sequence[Sequence[float]]]
     seen: Mapping[str, str | int]
+    history: int = 0
     reading: Mapping[str, Any] = field(default_factory=dict)
     fitted: Mapping[str, Any] = field(default_factory=dict)
 
@@ -92,14 +94,16 @@ class TrainedForecaster:
         Args:
             horizon: rows; beyond those of the training, forecasts are taken for observations.
             whole_past: whether the memory reads the series from its first row on, or the context alone is looked at.
+                Only a model that was trained with a history can read one.
         """
+        self.check(series, whole_past)
         forecaster = Forecaster(self.model, self.scaler(series), test_time_learning=whole_past)
         forecaster.observe(series.values if whole_past else series.values[-self.model.config.context_length :])
         made = forecaster.forecast(horizon, quantiles=self.model.config.quantiles is not None)
         return made if made.ndim == 3 else made[..., None]
 
-    def check(self, series: Series) -> None:
-        """Raises a ``ValueError`` at a series that this model cannot forecast."""
+    def check(self, series: Series, whole_past: bool = False) -> None:
+        """Raises a ``ValueError`` at a series that this model cannot forecast, or not from its whole past."""
         about, context, where = self.about, self.model.config.context_length, _called(series)
         if list(series.names) != list(about.names):
             raise ValueError(f"{where} has the columns {series.names}; expected {tuple(about.names)}, as in training")
@@ -107,6 +111,11 @@ class TrainedForecaster:
             raise ValueError(f"{where} has steps of {series.freq}; expected {about.freq}, as in training")
         if len(series) < context:
             raise ValueError(f"{where} has {len(series)} rows; expected at least the context of the model, {context}")
+        if whole_past and not about.history:
+            raise ValueError(
+                "the model was trained without a history; expected one of titans forecast fit --history for forecasts "
+                "from the whole past"
+            )
 
     def save(self, folder: Path) -> None:
         """Writes model and data to a folder, new or empty, which has all of it or nothing."""
@@ -143,6 +152,7 @@ def fit_series(
     series: Sequence[Series],
     horizon: int,
     context: int | None = None,
+    history: int = 0,
     valid: float = 0.1,
     test: float = 0.2,
     season: int | None = None,
@@ -158,12 +168,15 @@ def fit_series(
         series: with the same channels at the same distances.
         horizon, context: values that are forecast, and looked back on. By default the context is the longest of 96,
             the horizon and a season, but at most half of what there is to train on.
+        history: values before the context that the memory reads in training at most, a random number of them for each
+            batch, so that forecasts may start from the whole past.
         valid, test: shares of the rows, each at least a horizon; with ``test`` 0 there is no such part.
         season: values of a season; default: see :func:`season_of`.
         fields: of :class:`TitansPredictionConfig`, other than the defaults.
         reading: see :class:`About`.
     """
     require_whole(horizon=horizon, context=1 if context is None else context, season=1 if season is None else season)
+    require_whole(least=0, history=history)
     if not (valid > 0 and test >= 0 and valid + test < 1):
         raise ValueError(f"valid is {valid} and test is {test}; expected shares that leave something to train on")
     known = [each.name for each in dataclass_fields(TitansPredictionConfig)]
@@ -180,25 +193,34 @@ def fit_series(
     parts = [_parts(len(one), horizon, valid, test) for one in series]
     if context is None:
         rows = int(np.median([train for train, _ in parts]))
-        context = max(1, min(max(CONTEXT, horizon, season or 0), (rows - horizon) // 2))
-    used = [(one, part) for one, part in zip(series, parts, strict=True) if part[0] >= context + horizon]
+        context = max(1, min(max(CONTEXT, horizon, season or 0), (rows - history - horizon) // 2))
+    past = context + history
+    used = [(one, part) for one, part in zip(series, parts, strict=True) if part[0] >= past + horizon]
     if not used:
         longest = max(series, key=len)
         enough = itertools.count(len(longest) + 1)
-        least = next(rows for rows in enough if _parts(rows, horizon, valid, test)[0] >= context + horizon)
+        least = next(rows for rows in enough if _parts(rows, horizon, valid, test)[0] >= past + horizon)
+        with_history = f", a history of {history}" if history else ""
         raise ValueError(
-            f"{_called(longest)} has {len(longest)} rows; expected at least {least} for a context of {context} and a "
-            f"horizon of {horizon}, with a horizon to validate on{' and one to test' if test else ''}"
+            f"{_called(longest)} has {len(longest)} rows; expected at least {least} for a context of "
+            f"{context}{with_history} and a horizon of {horizon}, with a horizon to validate on"
+            f"{' and one to test' if test else ''}"
         )
     scalers = [_fit_scaler(one, train) for one, (train, _) in used]
     scaled = [scaler.scale(one.values) for scaler, (one, _) in zip(scalers, used, strict=True)]
-    to_train = make_windows(scaled, [(0, train) for _, (train, _) in used], context, horizon)
-    to_validate = make_windows(scaled, [part for _, part in used], context, horizon)
+    to_train = make_windows(scaled, [(0, train) for _, (train, _) in used], past, horizon)
+    to_validate = make_windows(scaled, [part for _, part in used], past, horizon)
     given = {"patch_length": min(16, context), "patch_stride": min(8, (context + 1) // 2)} | dict(fields or {})
     torch.manual_seed(settings.seed)
     config = TitansPredictionConfig(
         context_length=context, prediction_length=horizon, num_input_channels=len(series[0].names), **given
     )
+    if history:
+        if history < config.token_length:
+            raise ValueError(
+                f"history is {history}; expected 0, or at least the {config.token_length} values of a token"
+            )
+        settings = replace(settings, shortest_past=context)
     model = TitansForPrediction(config).to(choose_device(device))
     fitted = fit(model, to_train, to_validate, settings, progress)
     about = About(
@@ -207,6 +229,7 @@ def fit_series(
         season=season,
         scalers={one.name: [s.mean.tolist(), s.deviation.tolist()] for s, (one, _) in zip(scalers, used, strict=True)},
         seen={one.name: _stamp(one.times[end - 1]) for one, (_, end) in used},
+        history=history,
         reading=dict(reading or {}),
         fitted={
             "windows": [len(to_train), len(to_validate)],
