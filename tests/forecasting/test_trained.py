@@ -233,13 +233,13 @@ def test_a_channel_without_a_value_to_learn_or_forecast_from_is_refused() -> Non
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"context": 130}, "has 200 rows; expected at least 202 for a context of 130 and a horizon of 12, with a"),
+        ({"context": 130}, "has 200 rows; expected at least 203 for a context of 130 and a horizon of 12, with a"),
         ({"valid": 0.0}, "valid is 0.0 and test is 0.2; expected shares that leave something to train on"),
         ({"valid": 0.5, "test": 0.5}, "expected shares that leave something to train on"),
         ({"context": 0}, "context is 0; expected at least 1"),
         ({"history": -1}, "history is -1; expected at least 0"),
         ({"history": 15}, "history is 15; expected 0, or at least the 16 values of a token"),
-        ({"history": 106}, "rows; expected at least 202 for a context of 24, a history of 106 and a horizon of 12"),
+        ({"history": 106}, "rows; expected at least 203 for a context of 24, a history of 106 and a horizon of 12"),
         ({"fields": {"patch_length": 30}}, "expected patches that fit into the context"),
     ],
 )

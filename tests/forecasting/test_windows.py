@@ -74,11 +74,13 @@ def test_scores_have_mean_0_and_deviation_1_and_come_back_as_they_were() -> None
     np.testing.assert_allclose(scaler.restore(scaled), values)
 
 
-def test_a_constant_channel_keeps_its_unit() -> None:
-    scaler = Scaler.fit(np.full((9, 1), 7.0))
-    assert scaler.scale(np.array([[7.0], [9.0]])).tolist() == [[0.0], [2.0]]
+@pytest.mark.parametrize("level", [0.0, 7.0, 0.1, -1e8 / 3])
+def test_a_constant_channel_keeps_its_unit(level: float) -> None:
+    scaler = Scaler.fit(np.full((1000, 1), level))  # numpy gives 0.1 a deviation of 1e-17
+    assert scaler.deviation.tolist() == [1.0]
+    assert Scaler.fit(np.array([[level], [level + 1]])).deviation.tolist() == pytest.approx([0.5])
 
 
 def test_a_series_is_split_into_training_validation_and_test_without_a_rest() -> None:
     assert split_rows(1000) == (700, 800, 1000)
-    assert split_rows(17, valid=0.2, test=0.3) == (9, 12, 17)
+    assert split_rows(17, valid=0.2, test=0.3) == (8, 12, 17)

@@ -24,7 +24,8 @@ class Scaler:
     def fit(cls, values: NDArray[np.float64]) -> Scaler:
         """Of (time, channels), NaN where a value is missing; a constant channel keeps its unit."""
         mean, deviation = np.nanmean(values, axis=0), np.nanstd(values, axis=0)
-        return cls(mean, np.where(deviation > 0, deviation, 1.0))
+        # of equal numbers, the deviation is one of rounding
+        return cls(mean, np.where(deviation > 1e-9 * np.abs(mean), deviation, 1.0))
 
     def scale(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
         """(..., channels) as z-scores."""
@@ -100,6 +101,9 @@ def make_windows(
 
 
 def split_rows(rows: int, valid: float = 0.1, test: float = 0.2) -> tuple[int, int, int]:
-    """Where the training, validation and test parts of a series end, as shares of its rows."""
-    end = rows - int(rows * test)
-    return end - int(rows * valid), end, rows
+    """Where the training, validation and test parts of a series end, as shares of its rows.
+
+    Training and test parts are rounded down, as in the comparisons of Informer and its successors.
+    """
+    train = int(rows * round(1 - valid - test, 9))
+    return train, max(train, rows - int(rows * test)), rows
