@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import random
 from pathlib import Path
 
@@ -117,7 +118,7 @@ def test_splits_that_share_a_sequence_or_its_other_strand_are_refused_unless_it_
     sequences = draw(10)
     write_csv(tmp_path / "train_x.csv", [*sequences[:6], reverse_complement(sequences[7])])
     write_csv(tmp_path / "test_x.csv", sequences[6:])
-    with pytest.raises(ValueError, match="x has 1 sequences that are in more than one of its parts"):
+    with pytest.raises(ValueError, match="x has sequences in more than one of its parts, on either strand: 1 of 11;"):
         read_dna(tmp_path)
     (data,) = read_dna(tmp_path, drop_shared=True)
     assert data.sequences == tuple(sequences)
@@ -145,10 +146,12 @@ def test_given_folds_are_kept_and_refused_if_they_share_a_sequence(tmp_path: Pat
         ("dna,label\nACGT,0\n", "has the columns dna, label; expected sequence or seq"),
         ("sequence,label\n" + "ACGT,0\n" * 5, "x has only the class 0; expected at least two"),
         ("sequence,label\nACGT,0\nAAAA,1\n", "x has 2 sequences; expected at least 5, one for each fold"),
-        ("sequence,label\n" + "ACGT,0\nACGT,1\n" * 4, "x has 1 groups of near copies; expected at least 5"),
+        ("sequence,label\n" + "ACGT,0\nACGT,1\n" * 4, "x has too few groups of near copies, 1; expected at least 5"),
         ("sequence,label\n", "has no rows; expected a sequence and a label in each"),
         ("", "has the columns none; expected sequence or seq"),
         ("sequence,label,fold\nACGT,0,first\n", "line 2 has the fold 'first'; expected a whole number from 0"),
+        ("sequence,label,fold\nACGT,0,²\n", "line 2 has the fold '²'; expected a whole number from 0"),
+        ("sequence,label,fold\nACGT,0,3\nAAAA,1,3\n", "x has only one part; expected at least two, such as fold 0"),
     ],
 )
 def test_bad_files_are_refused_in_a_sentence(tmp_path: Path, text: str, words: str) -> None:
@@ -156,6 +159,27 @@ def test_bad_files_are_refused_in_a_sentence(tmp_path: Path, text: str, words: s
     with pytest.raises(ValueError) as refused:
         read_dna(tmp_path / "x.csv")
     assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_sequence_may_be_longer_than_a_field_of_the_csv_module_usually_is(tmp_path: Path) -> None:
+    before = csv.field_size_limit()
+    (data,) = read_dna(write_csv(tmp_path / "x.csv", draw(4, before + 1)), folds=2)
+    assert {len(sequence) for sequence in data.sequences} == {before + 1}
+    assert csv.field_size_limit() == before
+
+
+@pytest.mark.parametrize("name", ["x.csv", "x.txt", "x.labels"])
+def test_bytes_that_are_no_text_are_refused_with_the_name_of_their_file(tmp_path: Path, name: str) -> None:
+    for each in {name, "x.txt", "x.labels"}:
+        (tmp_path / each).write_bytes(b"AC\xff" if each == name else b"AC")
+    with pytest.raises(ValueError, match=f"{name} is not UTF-8 from byte 2 on; expected a text in UTF-8$"):
+        read_dna(tmp_path)
+
+
+@pytest.mark.parametrize("folds", [0, 1])
+def test_at_least_two_folds_are_made(tmp_path: Path, folds: int) -> None:
+    with pytest.raises(ValueError, match=f"folds is {folds}; expected at least 2"):
+        read_dna(write_csv(tmp_path / "x.csv", draw(6)), folds=folds)
 
 
 def test_a_path_without_data_is_refused(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import random
 import re
 from collections.abc import Iterable, Sequence
@@ -12,6 +13,8 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+
+from titans.words import require_whole
 
 LETTERS = "ACGTN"
 AMBIGUOUS = "RYSWKMBDHV"  # IUPAC's letters for two or three possible nucleotides, which are read as N
@@ -76,6 +79,7 @@ def read_dna(path: str | Path, folds: int = 5, seed: int = 0, drop_shared: bool 
         seed: of the draw of these folds.
         drop_shared: leave out sequences that other folds also have, instead of refusing the data.
     """
+    require_whole(least=2, folds=folds)
     parts = _find_parts(_load(path))
     if not parts:
         raise ValueError(
@@ -226,45 +230,58 @@ def _read_layout(folder: Path) -> dict[str, Labelled]:
         if not files and (folder / part).is_dir():
             raise ValueError(f"{folder / part} has no sequences; expected CLASS/*.txt")
         if files:
-            sequences = [check_dna(file.read_text(encoding="utf-8"), str(file)) for file in files]
+            sequences = [check_dna(_read_text(file), str(file)) for file in files]
             parts[part] = Labelled(sequences, [file.parent.name for file in files])
     return parts
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{file} is not UTF-8 from byte {error.start} on; expected a text in UTF-8") from None
+
+
 def _read_csv(file: Path) -> Labelled:
-    with file.open(encoding="utf-8-sig", newline="") as opened:
-        reader = csv.DictReader(opened)
-        header = {name.strip().lower(): name for name in reader.fieldnames or () if name}
-        found = {
-            kind: next((header[name] for name in names if name in header), None) for kind, names in COLUMNS.items()
-        }
-        for kind in ("sequence", "label"):
-            if found[kind] is None:
-                columns = ", ".join(header) or "none"
-                raise ValueError(f"{file} has the columns {columns}; expected {' or '.join(COLUMNS[kind])}")
-        sequences, labels, folds = [], [], []
-        for row in reader:
-            where = f"{file}, line {reader.line_num}"
-            sequences.append(check_dna(row[found["sequence"]] or "", where))
-            labels.append((row[found["label"]] or "").strip())
-            if not labels[-1]:
-                raise ValueError(f"{where} has no label; expected the name or number of a class")
-            if found["fold"] is not None:
-                folds.append(_fold_number(row[found["fold"]], where))
+    limit = csv.field_size_limit(2**31 - 1)  # sequences may be longer than the 131,072 letters of the default
+    try:
+        return _read_rows(file, csv.DictReader(io.StringIO(_read_text(file), newline="")))
+    except csv.Error as error:
+        raise ValueError(f"{file} is not readable as CSV, {error}; expected the columns sequence and label") from None
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read_rows(file: Path, reader: csv.DictReader[str]) -> Labelled:
+    header = {name.strip().lower(): name for name in reader.fieldnames or () if name}
+    found = {kind: next((header[name] for name in names if name in header), None) for kind, names in COLUMNS.items()}
+    for kind in ("sequence", "label"):
+        if found[kind] is None:
+            columns = ", ".join(header) or "none"
+            raise ValueError(f"{file} has the columns {columns}; expected {' or '.join(COLUMNS[kind])}")
+    sequences, labels, folds = [], [], []
+    for row in reader:
+        where = f"{file}, line {reader.line_num}"
+        sequences.append(check_dna(row[found["sequence"]] or "", where))
+        labels.append((row[found["label"]] or "").strip())
+        if not labels[-1]:
+            raise ValueError(f"{where} has no label; expected the name or number of a class")
+        if found["fold"] is not None:
+            folds.append(_fold_number(row[found["fold"]], where))
     if not sequences:
         raise ValueError(f"{file} has no rows; expected a sequence and a label in each")
     return Labelled(sequences, labels, folds or None)
 
 
 def _fold_number(text: str | None, where: str) -> int:
-    if text is None or not text.strip().isdigit():
+    if text is None or not text.strip().isdecimal():
         raise ValueError(f"{where} has the fold {text!r}; expected a whole number from 0")
     return int(text)
 
 
 def _read_lines(file: Path, label_file: Path) -> Labelled:
-    lines = file.read_text(encoding="utf-8").splitlines()
-    labels = label_file.read_text(encoding="utf-8").split()
+    lines = _read_text(file).splitlines()
+    labels = _read_text(label_file).split()
     if len(lines) != len(labels):
         raise ValueError(
             f"{label_file} has {len(labels)} labels and {file} has {len(lines)} sequences; expected as many"
@@ -273,7 +290,7 @@ def _read_lines(file: Path, label_file: Path) -> Labelled:
 
 
 def _make_set(name: str, parts: dict[str, Labelled], count: int, seed: int, drop_shared: bool) -> DNASet:
-    if {"train", "test"} <= set(parts) or len(parts) > 1:
+    if len(parts) > 1:
         if set(parts) != {"train", "test"}:
             raise ValueError(f"{name} has the parts {', '.join(parts)}; expected train and test, or one of them")
         train, test = parts["train"], parts["test"]
@@ -293,7 +310,7 @@ def _make_set(name: str, parts: dict[str, Labelled], count: int, seed: int, drop
     distinct, sizes = np.unique(groups, return_counts=True)
     if len(distinct) < count:
         raise ValueError(
-            f"{name} has {len(distinct)} groups of near copies; expected at least {count}, one for each fold"
+            f"{name} has too few groups of near copies, {len(distinct)}; expected at least {count}, one for each fold"
         )
     folds = make_folds(groups.tolist(), made.labels, count, seed)
     return replace(made, folds=tuple(folds), copies=int(sizes[sizes > 1].sum()))
@@ -320,10 +337,12 @@ def _without_shared(data: DNASet, words: tuple[str, str], drop: bool) -> DNASet:
             shared.append(index)
     if shared and not drop:
         raise ValueError(
-            f"{data.name} has {len(shared)} sequences that are in more than one of its parts, or whose reverse "
-            f"complement is; expected parts such as {words[0]} and {words[1]} that share none, or --drop-shared"
+            f"{data.name} has sequences in more than one of its parts, on either strand: {len(shared)} of "
+            f"{len(data.sequences)}; expected parts such as {words[0]} and {words[1]} that share none, or --drop-shared"
         )
     kept = sorted(set(range(len(data.folds))) - set(shared))
+    if len({data.folds[index] for index in kept}) < 2:
+        raise ValueError(f"{data.name} has only one part; expected at least two, such as {words[0]} and {words[1]}")
     return replace(
         data,
         sequences=tuple(data.sequences[index] for index in kept),
