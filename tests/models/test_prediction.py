@@ -206,14 +206,18 @@ def test_with_patches_the_channels_know_nothing_of_each_other(variant: str) -> N
 
 
 @every_variant
+@pytest.mark.parametrize("level", [False, True], ids=["", "level"])
 @torch.no_grad()
-def test_with_variates_a_channel_reads_those_before_it(variant: str) -> None:
-    made = model(variant=variant, tokens="variates")
-    past = series(CONTEXT)
-    moved = past.clone()
-    moved[..., 0] += torch.randn(2, CONTEXT)
-    before, after = made(past).prediction_outputs, made(moved).prediction_outputs
-    assert ((after - before).abs().amax((0, 1)) > 1e-6).all()
+def test_with_variates_every_forecast_depends_on_every_channel(variant: str, level: bool) -> None:
+    channels = 9  # more than a segment or a window, and no multiple of them
+    made = model(variant=variant, tokens="variates", num_input_channels=channels, use_level=level)
+    for time in (CONTEXT, 2 * CONTEXT):
+        past = series(time, batch=1, channels=channels).expand(channels, -1, -1)
+        moved = past.clone()
+        for row in range(channels):
+            moved[row, -CONTEXT:, row] += torch.randn(CONTEXT)
+        change = made(moved).prediction_outputs - made(past).prediction_outputs
+        assert (change.abs().amax(1) > 1e-9).all()  # (channel that moved, channel that is forecast)
 
 
 @every_variant

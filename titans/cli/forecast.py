@@ -66,7 +66,8 @@ def fit(
     ] = None,
     variant: Annotated[str, typer.Option(help="The model: lmm, mac, mag or mal.")] = "lmm",
     tokens: Annotated[
-        str, typer.Option(help="patches: each variate is a sequence of its own; variates: they see each other.")
+        str,
+        typer.Option(help="patches: each variate is a sequence of its own; variates: each forecast depends on all."),
     ] = "patches",
     loss: Annotated[str, typer.Option(help="What training minimises: mse, mae, huber or quantile.")] = "quantile",
     quantiles: Annotated[

@@ -252,7 +252,8 @@ class TitansPredictionConfig(TitansConfig):
         num_input_channels: variates of a series.
         tokens: ``"patches"``, where each channel is a sequence of its own and a token is a patch of it, as in PatchTST;
             ``"variates"``, where the channels stand in one sequence and a token is a channel's whole context, as in
-            iTransformer.
+            iTransformer. The blocks read these tokens twice, so that each forecast depends on all channels; those of
+            the history once.
         patch_length, patch_stride: values of a patch, and from one patch to the next.
         use_level: tells each token what normalisation took away, the mean and the deviation, and which channel it
             belongs to: for series whose level means something, such as a temperature, given as z-scores. Without it, a

@@ -165,6 +165,8 @@ class TitansForPrediction(TitansPreTrainedModel):
         if covariates is not None:
             x = x + covariates
         count = x.shape[1]
+        if self.config.tokens == "variates":  # blocks are causal: only at the second reading has each seen all
+            x, mask = torch.cat([x, x], dim=1), torch.cat([mask, mask], dim=1)
         if history is not None:
             before, alive = history
             x, mask = torch.cat([before, x], dim=1), torch.cat([alive, mask], dim=1)
