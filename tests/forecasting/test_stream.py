@@ -141,6 +141,14 @@ def test_a_longer_horizon_takes_forecasts_for_observations(variant: str) -> None
     assert np.array_equal(forecaster.forecast(2), first[:2])
 
 
+def test_a_model_of_half_precision_reads_and_forecasts_in_float32() -> None:
+    made = model(torch.bfloat16)
+    values = rows(60).astype(np.float32) + 1000
+    found = streamed(made, values, [20]).forecast()
+    np.testing.assert_allclose(found, one_call(made, values), rtol=0, atol=0.1)
+    assert found.dtype == np.float32 and np.abs(found - 1000).max() < 100
+
+
 def test_a_copy_goes_its_own_way() -> None:
     values = rows(LONG + 90)
     forecaster = streamed(MADE["mag", "patches"], values[:LONG])

@@ -13,6 +13,7 @@ from transformers import AutoModel, AutoModelForTimeSeriesPrediction, Trainer, T
 
 from tests.models.forecasters import CHANNELS, CONTEXT, HORIZON, QUANTILES, TINY, VARIANTS, config, model, series
 from titans import TitansForPrediction, TitansPredictionConfig
+from titans.models.prediction import moments
 
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 both_tokens = pytest.mark.parametrize("tokens", ["patches", "variates"])
@@ -161,6 +162,34 @@ def test_a_constant_series_goes_on_as_it_is(tokens: str, dtype: torch.dtype) -> 
     made = model(dtype, tokens=tokens)
     past = torch.tensor([0.1, -77.7, 0.0], dtype=dtype).expand(2, 2 * CONTEXT + 1, -1)
     torch.testing.assert_close(made(past).prediction_outputs, past[:, :HORIZON], rtol=1e-6, atol=0)
+
+
+@torch.no_grad()
+def test_a_small_wave_at_a_high_level_is_no_constant() -> None:
+    wave = torch.sin(torch.arange(2.0 * CONTEXT)).view(1, -1, 1)
+    output = model(torch.float32, num_input_channels=1)(1e6 + 5 * wave)
+    assert output.scale.item() == pytest.approx(5 * wave[:, -CONTEXT:].std(correction=0).item(), rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("count", [3, 96, 1000, 10_001])
+def test_equal_values_have_no_deviation(count: int, dtype: torch.dtype) -> None:
+    levels = torch.logspace(-6, 8, 300, dtype=dtype).view(-1, 1)
+    _, scale = moments(levels.expand(-1, count), torch.ones(300, count, dtype=torch.bool))
+    assert (scale == 0).all()
+
+
+@both_tokens
+@torch.no_grad()
+def test_weights_of_half_precision_do_not_round_the_values(tokens: str) -> None:
+    made, past = model(torch.bfloat16, tokens=tokens, use_level=True), series(2 * CONTEXT).float()
+    output = made(past + 10_000)
+    assert output.prediction_outputs.dtype == torch.float32
+    torch.testing.assert_close(output.scale, model(torch.float32, use_level=True)(past).scale, rtol=1e-2, atol=0)
+    off = model(torch.bfloat16, tokens=tokens)
+    torch.testing.assert_close(
+        off(past + 10_000).prediction_outputs - 10_000, off(past).prediction_outputs, rtol=0.05, atol=0.05
+    )
 
 
 @both_tokens

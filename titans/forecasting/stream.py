@@ -68,7 +68,7 @@ class Forecaster:
         )
         self.seen = 0
         empty = batch_size or 1, 0, channels
-        self._values = torch.empty(empty, dtype=model.dtype, device=model.device)  # the last ones, scaled
+        self._values = torch.empty(empty, dtype=model.values_dtype, device=model.device)  # the last ones, scaled
         self._observed = torch.empty(empty, dtype=torch.bool, device=model.device)
         self._cache: TitansCache | None = None
         self._read = 0  # tokens that the cache has read
@@ -187,7 +187,7 @@ class Forecaster:
                 raise ValueError(f"observed has shape {mask.shape}; expected that of values, {given.shape}")
             known = mask.reshape(x.shape) != 0
         scaled = x if self.scaler is None else self.scaler.scale(x)
-        kept = torch.from_numpy(np.where(known, scaled, 0.0)).to(self.model.device, self.model.dtype)
+        kept = torch.from_numpy(np.where(known, scaled, 0.0)).to(self.model.device, self.model.values_dtype)
         if not bool(kept.isfinite().all()):
             raise ValueError(
                 "values has numbers that are not finite; expected finite ones, or NaN or a 0 in observed where missing"

@@ -18,8 +18,8 @@ from titans.words import require_whole
 
 # with use_level, the least deviation that a forecast has room for, in z-scores: what lay still may move
 ROOM = 0.1
-# of the last values, a smaller spread than this is rounding, and the series is constant
-FLAT = 1e-5
+# equal values differ from their mean by no more units in the last place than this
+ROUNDING = 16
 
 
 @dataclass
@@ -58,7 +58,8 @@ class Level(nn.Module):
 
     def forward(self, loc: Tensor, scale: Tensor) -> Tensor:
         """Mean and deviation (batch, channels, tokens) as (batch, channels, tokens, width)."""
-        return self.moments(torch.stack([loc, (scale + 1e-3).log()], dim=-1)) + self.channels
+        moments = torch.stack([loc, (scale + 1e-3).log()], dim=-1).to(self.channels.dtype)
+        return self.moments(moments) + self.channels
 
 
 class TitansForPrediction(TitansPreTrainedModel):
@@ -119,7 +120,7 @@ class TitansForPrediction(TitansPreTrainedModel):
         history, recent = self._split(past, observed)
         values, seen = _pad_front(*recent, context)
         loc, scale = moments(values, seen)
-        values = normalise(values, seen, loc, scale)
+        values = normalise(values, seen, loc, scale).to(self.dtype)
         level = None
         if self.level is not None:
             level = self._in_sequence(self.level(loc, scale).expand(-1, -1, self.config.tokens_in_context, -1))
@@ -215,6 +216,11 @@ class TitansForPrediction(TitansPreTrainedModel):
         return cache
 
     @property
+    def values_dtype(self) -> torch.dtype:
+        """What values are normalised and forecast in, whatever the weights are: half precision is too coarse for it."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
     def _overlap(self) -> int:
         """Values that a token looks back on before its own."""
         return self.config.context_length - self.config.token_length
@@ -236,7 +242,7 @@ class TitansForPrediction(TitansPreTrainedModel):
             raise ValueError(f"past_values has {values.shape[-1] - self._overlap} new values; expected {size} or more")
         windows, alive = (x.unfold(-1, self.config.context_length, step) for x in (values, seen))
         loc, scale = moments(windows, alive)
-        x = self.embed(normalise(windows, alive, loc, scale)[..., -size:])
+        x = self.embed(normalise(windows, alive, loc, scale)[..., -size:].to(self.dtype))
         if self.level is not None:
             x = x + self.level(loc.squeeze(-1), scale.squeeze(-1))
         return self._in_sequence(x), self._in_sequence(alive[..., -size:].any(-1))
@@ -268,7 +274,7 @@ class TitansForPrediction(TitansPreTrainedModel):
         if tuple(observed.shape) not in (shape, shape[:2]):
             raise ValueError(f"the mask of {name} has shape {tuple(observed.shape)}; expected {shape} or {shape[:2]}")
         observed = (observed.unsqueeze(-1) if observed.ndim == 2 else observed).to(torch.bool).expand_as(values)
-        values = values.to(self.embed.weight.dtype).masked_fill(~observed, 0)
+        values = values.to(self.values_dtype).masked_fill(~observed, 0)
         if not bool(torch.isfinite(values).all()):
             raise ValueError(f"{name} has values that are not finite; expected them to be masked as not observed")
         return values.transpose(1, 2), observed.transpose(1, 2)
@@ -303,7 +309,7 @@ def moments(values: Tensor, seen: Tensor) -> tuple[Tensor, Tensor]:
     away = (values - loc) * seen
     unit = away.abs().amax(-1, keepdim=True)  # squares of anything larger or smaller may not be numbers
     scale = unit * normalise(away, seen, 0, unit).square().sum(-1, keepdim=True).div(count).sqrt()
-    return loc, torch.where(scale > FLAT * loc.abs(), scale, 0)
+    return loc, torch.where(scale > ROUNDING * torch.finfo(scale.dtype).eps * loc.abs(), scale, 0)
 
 
 def normalise(values: Tensor, seen: Tensor, loc: Tensor | float, scale: Tensor) -> Tensor:
