@@ -29,7 +29,7 @@ from titans.experiments.forecasting import (
     plan,
     run_forecasting,
 )
-from titans.experiments.forecasting_report import LABELS, PUBLISHED, error_table
+from titans.experiments.forecasting_report import LABELS, PUBLISHED, error_table, forecasting_sections
 from titans.experiments.forecasting_runs import load_data, split_ends, windows_of
 
 OURS = {
@@ -49,6 +49,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "last-season": {},
 }
 ROWS, TEST = 400, 320  # of the file, and where its test part begins
+GAP = "date,a\n" + "".join(
+    f"2024-01-{1 + row // 24:02} {row % 24:02}:00,{row % 7 if row < TEST else ''}\n" for row in range(ROWS)
+)  # whose test part is missing
 
 
 def write_csv(path: Path, rows: int = ROWS) -> Path:
@@ -190,13 +193,13 @@ def test_the_smallest_data_comes_first_and_one_seed_of_everything_before_the_nex
 
 
 def test_a_data_set_may_have_settings_of_its_own(tmp_path: Path) -> None:
-    for name in ("toy", "other1"):
+    for name in ("toy", "Other1"):
         write_csv(tmp_path / f"{name}.csv")
     found = {run.data: run for run in plan(small(tmp_path, models=("lmm-linear-memory",), horizons=(4,), fit={}))}
     assert found["toy"].options == OURS["options"] | {"variant": "lmm", "memory_depth": 1}
     assert found["toy"].fit == BUDGET["fit"]
-    assert found["other1"].options["hidden_size"] == 16
-    assert found["other1"].fit == BUDGET["fit"] | {"learning_rate": 0.5}
+    assert found["Other1"].options["hidden_size"] == 16
+    assert found["Other1"].fit == BUDGET["fit"] | {"learning_rate": 0.5}
 
 
 def test_every_model_has_settings_and_a_label_and_the_settings_can_be_built() -> None:
@@ -208,6 +211,8 @@ def test_the_parts_are_those_of_all_comparisons() -> None:
     assert split_ends("ETTh1", 17420) == (8640, 11520, 14400)
     assert split_ends("ETTm2", 69680) == (34560, 46080, 57600)
     assert split_ends("weather", 52696) == (36887, 42157, 52696)
+    assert split_ends("etth1", 17420) == split_ends("ETTh1", 17420)
+    assert split_ends("ettm2", 69680) == split_ends("ETTm2", 69680)
 
 
 def test_every_window_of_the_training_validation_and_test_parts_is_there(tmp_path: Path) -> None:
@@ -225,9 +230,40 @@ def test_means_are_over_the_horizons_of_each_seed_and_need_all_of_them() -> None
     table = error_table({"some": runs, "one": runs[:1]}, (4, 8))
     assert table.header[1:4] == ["parameters at 4", "4 MSE", "4 MAE"]
     assert table.rows[0] == [
-        "some", "1,000", "0.200 ±0.100", "0.400 ±0.200", "0.400 ±0.141", "0.800 ±0.283", "0.300 ±0.141", "0.600 ±0.283",
+        "some", "1,000", "0.200 ± 0.100", "0.400 ± 0.200", "0.400 ± 0.141", "0.800 ± 0.283", "0.300 ± 0.141",
+        "0.600 ± 0.283",
     ]  # fmt: skip
     assert table.rows[1] == ["one", "1,000", "0.100", "0.200", "-", "-", "-", "-"]
+
+
+def report_of(models: tuple[str, ...], horizons: tuple[int, ...]) -> dict[str, Any]:
+    runs = [
+        {
+            "data": "ETTh1", "model": model, "horizon": horizon, "seed": 0, "context": 96, "history": 0, "steps": 0,
+            "mse": 0.5, "mae": 0.5, "parameters": 1, "windows": 1,
+        }
+        for model in models
+        for horizon in horizons
+    ]  # fmt: skip
+    experiment = {"models": models, "horizons": horizons, "look_backs": (96,), "parts": ("table",)}
+    return {"experiment": experiment, "runs": runs, "failed": {}, "missing": 0}
+
+
+@pytest.mark.parametrize(
+    ("horizons", "apart"), [((720, 96, 192, 336), "+19.0%"), ((96, 192), "-"), ((24, 96, 192, 336, 720), "-")]
+)
+def test_only_means_over_the_published_horizons_are_set_against_the_published(
+    horizons: tuple[int, ...], apart: str
+) -> None:
+    sections = forecasting_sections(report_of(("lmm",), horizons), {"ETTh1": np.zeros((9, 1))})
+    assert sections[0].tables[1].rows[0] == ["LMM", "0.420", "0.421", "0.500", "0.500", apart]
+
+
+def test_an_lmm_that_is_told_the_level_says_nothing_about_the_memory() -> None:
+    sections = forecasting_sections(report_of(("lmm", *ABLATIONS), (96,)), {"ETTh1": np.zeros((9, 1))})
+    (added,) = [section for section in sections if section.title == "What the memory adds"]
+    labels = ["LMM", "LMM, memory off", "LMM, linear memory", "LMM, no momentum"]
+    assert [row[0] for row in added.tables[0].rows] == labels
 
 
 def test_a_streamed_run_reads_the_file_from_its_first_row(everything: tuple[Path, dict[str, Any]]) -> None:
@@ -243,6 +279,9 @@ def test_a_streamed_run_reads_the_file_from_its_first_row(everything: tuple[Path
         ({"toy": ROWS}, ["--data", "toi"], "data is 'toi': did you mean toy?"),
         ({"toy": ROWS}, ["--models", "lmn"], "models has 'lmn': did you mean lmm?"),
         ({"toy": ROWS}, ["--models", "lmm,lmm"], "models has 'lmm' more than once; expected each once"),
+        ({"toy": ROWS}, ["--models", ","], "models is empty; expected at least one"),
+        ({"toy": ROWS}, ["--parts", ","], "parts is empty; expected at least one"),
+        ({"toy": GAP}, ["--horizons", "24"], "the test part of toy, rows 320 to 400, has no values; expected some"),
         ({"toy": ROWS}, ["--parts", "tables"], "parts has 'tables': did you mean table?"),
         ({"toy": ROWS}, ["--horizons", "50"], "horizon is 50 and the validation part of toy has 40 rows; expected a"),
         ({"toy": ROWS}, ["--horizons", "0"], "horizon is 0; expected at least 1"),

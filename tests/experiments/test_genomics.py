@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from tests.tasks.test_dna import draw, write_csv
 from titans.cli import app
+from titans.experiments import genomics
 from titans.experiments.genomics import MODELS, GenomicsExperiment, correlation, plan, run_genomics
+from titans.experiments.genomics_report import TUNED, genomics_sections
 from titans.experiments.genomics_runs import (
     PARAMETERS,
     BenchmarkCNN,
@@ -176,6 +178,9 @@ def test_a_perfect_guess_correlates_and_a_constant_one_does_not() -> None:
         (["--models", "mamba"], "models has 'mamba': did you mean mamba2?"),
         (["--folds", "1"], "folds is 1; expected at least 2"),
         (["--seeds", "0,0"], "seeds has 0 more than once"),
+        (["--models", ","], "models is empty; expected at least one"),
+        (["--epochs", "0"], "--epochs"),
+        (["--models", "lmm-shuffled", "--control-folds", "0"], "control_folds is 0; expected at least 1"),
     ],
 )
 def test_a_mistyped_option_is_one_sentence(folder: Path, tmp_path: Path, options: list[str], words: str) -> None:
@@ -193,6 +198,62 @@ def test_the_command_refuses_data_whose_splits_share_sequences(tmp_path: Path) -
     assert result.exit_code == 2
     assert "in more than one of its parts" in " ".join(result.output.replace("│", " ").split())
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("fit", "words"),
+    [
+        ({"epochs": 0}, "epochs is 0; expected at least 1"),
+        ({"pretraining": -1}, "pretraining is -1; expected at least 0"),
+        ({"learning_rate": 0.0}, "learning_rate is 0.0; expected a positive number"),
+        ({"weight_decay": -1.0}, "weight_decay is -1.0; expected a number from 0"),
+        ({"dropout": 1.0}, "dropout is 1.0; expected a number from 0 and below 1"),
+    ],
+)
+def test_training_that_makes_no_sense_is_refused_before_it_starts(fit: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        GenomicsExperiment("nowhere", fit=fit)
+
+
+@pytest.mark.parametrize("limit", [50, 79, 80, 200])
+def test_a_limit_is_never_exceeded(folder: Path, limit: int) -> None:
+    done = do_run(a_run(folder, "word-counts", fit={"epochs": 1}, limit=limit))
+    assert 0 < done["train"] <= limit and 0 < done["test"] <= limit
+
+
+def test_what_failed_is_on_the_page(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail_in_part(run: Run) -> dict[str, Any]:
+        if run.fold == 1:
+            raise ValueError("no such thing")
+        return do_run(run)
+
+    monkeypatch.setattr(genomics, "do_run", fail_in_part)
+    experiment = GenomicsExperiment(str(folder), ("word-counts",), folds=3, fit={"epochs": 1}, at_a_time=1)
+    with pytest.raises(ValueError, match=r"^1 of 3 runs failed, the first one content-word-counts-1-0: no such thing"):
+        run_genomics(experiment, tmp_path)
+    page = (tmp_path / "genomics.md").read_text()
+    assert "Without figures: 1 of 3 runs." in page and "| content-word-counts-1-0 | no such thing" in page
+
+
+def test_the_fold_that_no_setting_was_chosen_on_has_a_column_of_its_own() -> None:
+    about = {"protocol": "", "classes": ["a", "b"], "sequences": 9, "longest": 9, "copies": 0, "majority": 0.5}
+    row = {
+        "model": "cnn", "runs": 2, "parameters": 1, "accuracies": {"0/0": 0.75, "1/0": 0.25}, "one_strand": [0.5],
+        "mcc": [0.5], "test": 9, "confusion": [], "seconds": 1.0,
+    }  # fmt: skip
+    names = ("human_enhancers_cohn", "content")
+    sections = genomics_sections(
+        {
+            "summary": [{**row, "data": name} for name in names],
+            "data": {name: {**about, "folds": 5} for name in names},
+            "experiment": {"word": 4, "stride": 8}, "missing": 0, "runs": [], "failed": {},
+        }
+    )  # fmt: skip
+    tuned, other = sections
+    assert TUNED in tuned.paragraphs and TUNED not in other.paragraphs
+    assert tuned.tables[0].header[2] == "fold 0 (%)" and tuned.tables[0].rows[0][2] == "75.0"
+    assert tuned.tables[0].rows[0][1] == other.tables[0].rows[0][1] == "50.0 ± 35.4"
+    assert "fold 0 (%)" not in other.tables[0].header
 
 
 @pytest.mark.slow

@@ -185,7 +185,7 @@ def forecasting(
         from titans.experiments.forecasting import MODELS, ForecastingExperiment, run_forecasting
 
         experiment = ForecastingExperiment(
-            str(folder), names(data), names(models) or MODELS, numbers(horizons, "--horizons"),
+            str(folder), names(data), MODELS if models is None else names(models), numbers(horizons, "--horizons"),
             numbers(seeds, "--seeds"), names(parts), fit={} if steps is None else {"steps": steps},
             at_a_time=at_a_time,
         )  # fmt: skip
@@ -207,10 +207,15 @@ def genomics(
     folds: Annotated[int, typer.Option(help="Folds of data that comes without splits; near copies share a fold.")] = 5,
     only_folds: Annotated[int | None, typer.Option(help="Test only so many of the folds.")] = None,
     control_folds: Annotated[
-        int, typer.Option(help="Test changed, pre-trained and misled LMMs in so many of the folds at most.")
+        int,
+        typer.Option(
+            help="Test LMMs that are changed, pre-trained or trained on shuffled labels in at most so many folds."
+        ),
     ] = 3,
     seeds: Seeds = "0",
-    epochs: Annotated[int | None, typer.Option(help="Epochs of every model, instead of each model's own.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Epochs of every model, instead of each model's own.")
+    ] = None,
     word: Annotated[int, typer.Option(help="Letters of the words that tokens are made of. 1: single letters.")] = 4,
     stride: Annotated[int, typer.Option(help="Letters from one token to the next. 1: a token per nucleotide.")] = 8,
     drop_shared: Annotated[
@@ -224,8 +229,9 @@ def genomics(
         from titans.experiments.genomics import MODELS, GenomicsExperiment, run_genomics
 
         experiment = GenomicsExperiment(
-            data, names(models) or tuple(MODELS), folds, only_folds, control_folds, numbers(seeds, "--seeds"), word,
-            stride, fit={} if epochs is None else {"epochs": epochs}, drop_shared=drop_shared, at_a_time=at_a_time,
+            data, tuple(MODELS) if models is None else names(models), folds, only_folds, control_folds,
+            numbers(seeds, "--seeds"), word, stride, fit={} if epochs is None else {"epochs": epochs},
+            drop_shared=drop_shared, at_a_time=at_a_time,
         )  # fmt: skip
         run_genomics(experiment.quick() if quick else experiment, out, move, this_command())
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titans.experiments.forecasting_report import forecasting_sections
-from titans.experiments.forecasting_runs import LOOK_BACKS, Run, check_run, do_run, load_data
-from titans.experiments.workers import do_all
+from titans.experiments.forecasting_runs import LOOK_BACKS, Run, check_run, do_run, is_called, load_data
+from titans.experiments.runs import require_each_once
+from titans.experiments.workers import do_and_report, require_some
 from titans.files import not_there
 from titans.forecasting.training import FitSettings
 from titans.models.configuration import VARIANTS
-from titans.report.outcome import read_kept, write_outcome
+from titans.report.outcome import write_outcome
 from titans.report.progress import Progress, silent
 from titans.words import nearest, require_whole
 
@@ -101,14 +101,9 @@ class ForecastingExperiment:
     at_a_time: int = 2
 
     def __post_init__(self) -> None:
-        known = {"models": MODELS, "parts": PARTS}
-        for name in ("names", "models", "horizons", "seeds", "parts"):
-            given = getattr(self, name)
-            for each in given:
-                if name in known and each not in known[name]:
-                    raise ValueError(f"{name} has {each!r}: {nearest(each, known[name])}")
-                if given.count(each) > 1:
-                    raise ValueError(f"{name} has {each!r} more than once; expected each once")
+        lists = {name: getattr(self, name) for name in ("models", "horizons", "seeds", "parts", "look_backs")}
+        require_some({"models": MODELS, "parts": PARTS}, **lists)
+        require_each_once(names=self.names, **lists)
         for horizon in self.horizons:
             require_whole(horizon=horizon)
         require_whole(at_a_time=self.at_a_time)
@@ -130,34 +125,16 @@ def run_forecasting(
     anything is trained, or, when all else is done and reported, which runs failed.
     """
     runs = plan(experiment)
-    failed: dict[str, str] = {}
-    try:
-        missing = [run for run in runs if not read_kept(run.file(out), run.settings)]
-        failed = do_all(missing, do_run, out, experiment.at_a_time, len(runs), progress)
-    finally:  # what is done when it is interrupted is reported, too
-        report = _report(experiment, runs, failed, out, command)
-    if failed:
-        name, why = next(iter(failed.items()))
-        raise ValueError(f"{len(failed)} of {len(runs)} runs failed, the first one {name}: {why}")
-    return report
-
-
-def _report(
-    experiment: ForecastingExperiment, runs: Sequence[Run], failed: dict[str, str], out: Path, command: str
-) -> dict[str, Any]:
-    done = [kept for run in runs if (kept := read_kept(run.file(out), run.settings))]
-    report: dict[str, Any] = {
-        "name": "forecasting",
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "experiment": asdict(experiment),
-        "runs": done,
-        "failed": failed,
-    }
-    if done:
-        values = {run.data: load_data(run.path).values for run in runs}
-        write_outcome(report, "Forecasting", forecasting_sections(report, values), out)
-    return report
+    values = {run.data: load_data(run.path).values for run in runs}
+    return do_and_report(
+        runs,
+        do_run,
+        out,
+        experiment.at_a_time,
+        progress,
+        {"name": "forecasting", "command": command, "experiment": asdict(experiment)},
+        lambda report: write_outcome(report, "Forecasting", forecasting_sections(report, values), out),
+    )
 
 
 def plan(experiment: ForecastingExperiment) -> list[Run]:
@@ -191,7 +168,7 @@ def _described(
     layers = [
         each
         for given in (BUDGET, experiment.settings[base])
-        for each in (given, *(x for start, x in given.get("data", {}).items() if Path(path).stem.startswith(start)))
+        for each in (given, *(x for start, x in given.get("data", {}).items() if is_called(Path(path).stem, start)))
     ]
     options, trained = ({k: v for each in layers for k, v in each.get(part, {}).items()} for part in ("options", "fit"))
     if base in VARIANTS:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from titans.experiments.workers import mean_and_spread, missing_section
 from titans.forecasting.data import Values
 from titans.models.configuration import VARIANTS
 from titans.report.page import Figure, Section, Table
@@ -27,6 +28,8 @@ PUBLISHED = {
     "weather": {"lmm": (0.231, 0.265), "itransformer": (0.258, 0.278), "patchtst": (0.259, 0.281),
                 "dlinear": (0.265, 0.317)},
 }  # fmt: skip
+PUBLISHED_HORIZONS = {96, 192, 336, 720}
+ADDED = ("lmm-memory-off", "lmm-linear-memory", "lmm-no-momentum")
 MEASURES = ("mse", "mae")
 Runs = Sequence[Mapping[str, Any]]
 
@@ -54,10 +57,7 @@ def forecasting_sections(report: Mapping[str, Any], values: Mapping[str, Values]
         if len(added.rows) > 1:
             about = "The same model with a part of its memory switched off, in training and in the test."
             sections.append(Section("What the memory adds", [about], [added]))
-    if report["failed"]:
-        lines = [[name, why] for name, why in report["failed"].items()]
-        sections.append(Section("Failed runs", [], [Table(["run", "why"], lines)]))
-    return sections
+    return [*sections, *missing_section(report)]
 
 
 def _data_section(
@@ -73,7 +73,7 @@ def _data_section(
     published = _published_table(data, rows, horizons)
     if published is not None:
         tables.append(published)
-    figures = [_means_figure(data, labelled, horizons), _example_figure(data, rows, horizons, context, values)]
+    figures = [_means_figure(data, rows, horizons), _example_figure(data, rows, horizons, context, values)]
     return Section(data, [about], tables, [figure for figure in figures if figure is not None])
 
 
@@ -87,7 +87,7 @@ def error_table(rows: Mapping[str, Runs], horizons: Sequence[int]) -> Table:
         first = [run["parameters"] for run in runs if run["horizon"] == horizons[0]]
         cells = [at_horizon(runs, horizon, measure) for horizon in horizons for measure in MEASURES]
         cells += [means_of_seeds(runs, horizons, measure) for measure in MEASURES]
-        lines.append([label, f"{first[0]:,}" if first else "-", *map(_cell, cells)])
+        lines.append([label, f"{first[0]:,}" if first else "-", *map(mean_and_spread, cells)])
     windows = {run["horizon"]: run["windows"] for runs in rows.values() for run in runs}
     counts = ", ".join(f"{windows[horizon]:,} at {horizon}" for horizon in horizons if horizon in windows)
     caption = f"Means over the seeds, ± their standard deviation. Test windows: {counts}."
@@ -109,19 +109,14 @@ def means_of_seeds(runs: Runs, horizons: Sequence[int], measure: str) -> list[fl
     return means
 
 
-def _cell(values: Sequence[float]) -> str:
-    if not values:
-        return "-"
-    spread = f" ±{statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{spread}"
-
-
 def _published_table(data: str, rows: Mapping[str, Runs], horizons: Sequence[int]) -> Table | None:
     lines = []
-    for name, published in PUBLISHED.get(data, {}).items():
+    known = {name.lower(): figures for name, figures in PUBLISHED.items()}
+    for name, published in known.get(data.lower(), {}).items():
         found = [means_of_seeds(rows.get(name, ()), horizons, measure) for measure in MEASURES]
         own = [f"{statistics.fmean(values):.3f}" if values else "-" for values in found]
-        apart = f"{statistics.fmean(found[0]) / published[0] - 1:+.1%}" if found[0] else "-"
+        same = found[0] and set(horizons) == PUBLISHED_HORIZONS
+        apart = f"{statistics.fmean(found[0]) / published[0] - 1:+.1%}" if same else "-"
         lines.append([LABELS[name], *(f"{figure:.3f}" for figure in published), *own, apart])
     if not lines:
         return None
@@ -132,7 +127,7 @@ def _published_table(data: str, rows: Mapping[str, Runs], horizons: Sequence[int
 
 def _ablation_table(runs: Runs, horizons: Sequence[int]) -> Table:
     """The LMM and its ablations, one column per data set."""
-    names = [name for name in LABELS if name.startswith("lmm") and any(run["model"] == name for run in runs)]
+    names = [name for name in ("lmm", *ADDED) if any(run["model"] == name for run in runs)]
     sets = list(dict.fromkeys(run["data"] for run in runs))
     lines = []
     for name in names:
@@ -143,7 +138,7 @@ def _ablation_table(runs: Runs, horizons: Sequence[int]) -> Table:
                 for each in ("lmm", name)
             )
             more = f" ({statistics.fmean(own) / statistics.fmean(whole) - 1:+.1%})" if whole and own else ""
-            cells.append(_cell(own) + (more if name != "lmm" else ""))
+            cells.append(mean_and_spread(own) + (more if name != "lmm" else ""))
         lines.append([LABELS[name], *cells])
     caption = "Mean MSE over the horizons, in brackets against the whole memory: more is worse."
     return Table(["model", *sets], lines, caption)
@@ -168,21 +163,17 @@ def _look_back_section(data: str, runs: Runs, horizons: Sequence[int], look_back
 
 
 def _means_figure(data: str, rows: Mapping[str, Runs], horizons: Sequence[int]) -> Figure | None:
-    found = {label: means_of_seeds(runs, horizons, "mse") for label, runs in rows.items()}
-    ranked = sorted((statistics.fmean(values), label) for label, values in found.items() if values)
+    found = {name: means_of_seeds(runs, horizons, "mse") for name, runs in rows.items() if not name.startswith("last-")}
+    ranked = sorted((statistics.fmean(values), name) for name, values in found.items() if values)
     curves = [
-        Curve(label, [mean], runs=[[value] for value in found[label]], style=0 if label[:3] in _OURS else 1)
-        for mean, label in ranked
-        if not label.startswith("last ")
+        Curve(LABELS[name], [mean], runs=[[value] for value in found[name]], style=int(not name.startswith(VARIANTS)))
+        for mean, name in ranked
     ]
     if not curves:
         return None
     png = plot_dots(curves, f"{data}: error of every model", "MSE, mean over the horizons")
     about = "Blue: Titans. Dots are seeds, strokes their mean; the last value and the last season are left out."
     return Figure(f"forecasting-{data}", png, f"Mean MSE on {data}, one row per model", about)
-
-
-_OURS = tuple(LABELS[name] for name in VARIANTS)
 
 
 def _example_figure(
@@ -192,7 +183,7 @@ def _example_figure(
     horizon = horizons[0]
     trained = [run for runs in rows.values() for run in runs if run["horizon"] == horizon and run["steps"]]
     ours = [run for run in trained if run["model"] in VARIANTS]
-    others = [run for run in trained if run["model"] not in LABELS or not run["model"].startswith(("lmm", *VARIANTS))]
+    others = [run for run in trained if not run["model"].startswith(VARIANTS)]
     best = [min(group, key=lambda run: run["mse"]) for group in (ours, others) if group]
     if not best:
         return None

@@ -12,6 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -109,11 +110,16 @@ def load_data(path: str) -> Data:
     return Data(values, series[0].names, season_of(series[0].freq) or 1, ends, digest)
 
 
+def is_called(name: str, start: str) -> bool:
+    """Whether the name of a data set begins so, in upper or lower case."""
+    return name.lower().startswith(start.lower())
+
+
 def split_ends(name: str, rows: int) -> tuple[int, int, int]:
     """Where the training, validation and test parts of a data set end."""
-    if not name.startswith("ETT"):
+    if not is_called(name, "ETT"):
         return split_rows(rows)
-    month = 30 * (96 if name.startswith("ETTm") else 24)
+    month = 30 * (96 if is_called(name, "ETTm") else 24)
     first, second, third = (month * sum(ETT_MONTHS[: count + 1]) for count in range(3))
     if rows < third:
         raise ValueError(f"{name} has {rows} rows; expected at least {third}, {sum(ETT_MONTHS)} months")
@@ -138,6 +144,9 @@ def check_run(run: Run) -> None:
             raise ValueError(
                 f"horizon is {run.horizon} and the {name} part of {run.data} has {rows} rows; expected a shorter one"
             )
+    for name, start, stop in (("training", 0, train), ("validation", train, valid), ("test", valid, test)):
+        if not np.isfinite(data.values[start:stop]).any():
+            raise ValueError(f"the {name} part of {run.data}, rows {start} to {stop}, has no values; expected some")
 
 
 def windows_of(run: Run) -> tuple[Windows, Windows, Windows]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
@@ -11,10 +10,11 @@ from typing import Any
 
 from titans.experiments.genomics_report import genomics_sections
 from titans.experiments.genomics_runs import Fit, Run, do_run, load_data
-from titans.experiments.workers import do_all
-from titans.report.outcome import read_kept, write_outcome
+from titans.experiments.runs import require_each_once
+from titans.experiments.workers import do_and_report, require_some
+from titans.report.outcome import write_outcome
 from titans.report.progress import Progress, silent
-from titans.tasks.dna import TRAIN
+from titans.tasks.dna import TRAIN, DNASet
 from titans.words import nearest, require_whole
 
 # As its authors train it: plain Adam with its default rate, one strand.
@@ -52,7 +52,7 @@ class GenomicsExperiment:
         models: of ``MODELS``.
         folds: of data that does not come with any.
         only_folds: how many of the folds are tested, from the first on; None: all of them.
-        control_folds: how many of them at most with changed, pre-trained or misled LMMs.
+        control_folds: how many of them at most with LMMs that are changed, pre-trained or trained on shuffled labels.
         seeds: one run of every model and fold for each.
         word, stride, hidden_size: of all sequence models, see :class:`titans.experiments.genomics_runs.Run`.
         fit: fields of :class:`titans.experiments.genomics_runs.Fit`, for all models.
@@ -76,21 +76,19 @@ class GenomicsExperiment:
     at_a_time: int = 2
 
     def __post_init__(self) -> None:
-        for name in ("models", "seeds"):
-            given = getattr(self, name)
-            for each in given:
-                if name == "models" and each not in MODELS:
-                    raise ValueError(f"models has {each!r}: {nearest(each, MODELS)}")
-                if given.count(each) > 1:
-                    raise ValueError(f"{name} has {each!r} more than once; expected each once")
+        lists = {"models": self.models, "seeds": self.seeds}
+        require_some({"models": MODELS}, **lists)
+        require_each_once(**lists)
         require_whole(least=2, folds=self.folds)
         require_whole(word=self.word, stride=self.stride, hidden_size=self.hidden_size, at_a_time=self.at_a_time)
-        require_whole(least=0, control_folds=self.control_folds)
-        if self.only_folds is not None:
-            require_whole(only_folds=self.only_folds)
+        require_whole(least=0 if set(self.models) - set(CONTROLS) else 1, control_folds=self.control_folds)
+        for name in ("only_folds", "limit"):
+            if getattr(self, name) is not None:
+                require_whole(**{name: getattr(self, name)})
         for name in self.fit:
             if name not in (known := [each.name for each in fields(Fit)]):
                 raise ValueError(f"fit has {name!r}: {nearest(name, known)}")
+        Fit(**self.fit).check()
 
     def quick(self) -> GenomicsExperiment:
         """One epoch on a few sequences of one fold."""
@@ -105,17 +103,27 @@ def run_genomics(
     Runs that are done, and were made with the same settings, are kept. A ``ValueError`` says what is wrong before
     anything is trained, or, when all else is done and reported, which runs failed.
     """
-    runs = plan(experiment)
-    failed: dict[str, str] = {}
-    try:
-        missing = [run for run in runs if not read_kept(run.file(out), run.settings)]
-        failed = do_all(missing, do_run, out, experiment.at_a_time, len(runs), progress)
-    finally:  # what is done when it is interrupted is reported, too
-        report = _report(experiment, runs, failed, out, command)
-    if failed:
-        name, why = next(iter(failed.items()))
-        raise ValueError(f"{len(failed)} of {len(runs)} runs failed, the first one {name}: {why}")
-    return report
+
+    def write(report: dict[str, Any]) -> None:
+        sets = load_data(experiment.data, experiment.folds, experiment.drop_shared)
+        report["data"] = {name: _facts(data) for name, data in sets.items()}
+        report["summary"] = summarize(report["runs"], experiment.models)
+        write_outcome(report, "Classifying DNA", genomics_sections(report), out)
+
+    about = {"name": "genomics", "command": command, "experiment": asdict(experiment)}
+    return do_and_report(plan(experiment), do_run, out, experiment.at_a_time, progress, about, write)
+
+
+def _facts(data: DNASet) -> dict[str, Any]:
+    return {
+        "protocol": data.protocol,
+        "classes": data.classes,
+        "sequences": len(data.sequences),
+        "longest": max(map(len, data.sequences)),
+        "folds": len({*data.folds} - {TRAIN}),
+        "copies": data.copies,
+        "majority": max(data.labels.count(label) for label in set(data.labels)) / len(data.labels),
+    }
 
 
 def plan(experiment: GenomicsExperiment) -> list[Run]:
@@ -136,40 +144,8 @@ def plan(experiment: GenomicsExperiment) -> list[Run]:
     ]  # fmt: skip
 
 
-def _report(
-    experiment: GenomicsExperiment, runs: Sequence[Run], failed: dict[str, str], out: Path, command: str
-) -> dict[str, Any]:
-    done = [kept for run in runs if (kept := read_kept(run.file(out), run.settings))]
-    sets = load_data(experiment.data, experiment.folds, experiment.drop_shared)
-    report: dict[str, Any] = {
-        "name": "genomics",
-        "command": command,
-        "date": time.strftime("%Y-%m-%d"),
-        "experiment": asdict(experiment),
-        "data": {
-            name: {
-                "protocol": data.protocol,
-                "classes": data.classes,
-                "sequences": len(data.sequences),
-                "longest": max(map(len, data.sequences)),
-                "folds": len({*data.folds} - {TRAIN}),
-                "copies": data.copies,
-                "majority": max(data.labels.count(label) for label in set(data.labels)) / len(data.labels),
-            }
-            for name, data in sets.items()
-        },
-        "missing": len(runs) - len(done),
-        "failed": failed,
-        "runs": done,
-    }
-    report["summary"] = summarize(done, experiment.models)
-    if done:
-        write_outcome(report, "Classifying DNA", genomics_sections(report), out)
-    return report
-
-
 def summarize(runs: Sequence[Mapping[str, Any]], models: Sequence[str]) -> list[dict[str, Any]]:
-    """A row for each data set and model: means and spreads over its runs, and their confusion matrices added up."""
+    """A row for each data set and model: the figures of its runs, and their confusion matrices added up."""
     rows = []
     for name in dict.fromkeys(run["data"] for run in runs):
         for model in models:
@@ -181,9 +157,8 @@ def summarize(runs: Sequence[Mapping[str, Any]], models: Sequence[str]) -> list[
                 {
                     "data": name, "model": model, "runs": len(mine), "parameters": mine[0]["parameters"],
                     "accuracies": {f"{run['fold']}/{run['seed']}": run["accuracy"] for run in mine},
-                    "accuracy": _mean_and_deviation([run["accuracy"] for run in mine]),
-                    "one_strand": _mean_and_deviation([run["one_strand"] for run in mine]),
-                    "mcc": _mean_and_deviation([correlation(run["confusion"]) for run in mine]),
+                    "one_strand": [run["one_strand"] for run in mine],
+                    "mcc": [correlation(run["confusion"]) for run in mine],
                     "test": sum(run["test"] for run in mine), "confusion": confusion,
                     "seconds": statistics.fmean(run["seconds"] for run in mine),
                 }
@@ -193,10 +168,6 @@ def summarize(runs: Sequence[Mapping[str, Any]], models: Sequence[str]) -> list[
 
 def _by_row(runs: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], ...]]:
     return list(zip(*(run["confusion"] for run in runs), strict=True))
-
-
-def _mean_and_deviation(values: Sequence[float]) -> dict[str, float | None]:
-    return {"mean": statistics.fmean(values), "sd": statistics.stdev(values) if len(values) > 1 else None}
 
 
 def correlation(confusion: Sequence[Sequence[int]]) -> float:

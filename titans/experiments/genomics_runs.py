@@ -23,6 +23,7 @@ import titans
 from titans.models import TitansConfig
 from titans.models.baselines import fit as fit_width
 from titans.tasks.dna import LETTERS, DNASet, read_dna
+from titans.words import require_whole
 
 UNKNOWN = LETTERS.index("N")
 COMPLEMENT = torch.tensor([3, 2, 1, 0, UNKNOWN])
@@ -67,6 +68,18 @@ class Fit:
     smoothing: float = 0.1
     both_strands: bool = True
     pretraining: int = 0
+
+    def check(self) -> None:
+        """Raises a ``ValueError`` at a setting that makes no sense."""
+        require_whole(epochs=self.epochs, batch_size=self.batch_size)
+        require_whole(least=0, pretraining=self.pretraining)
+        if not self.learning_rate > 0:
+            raise ValueError(f"learning_rate is {self.learning_rate!r}; expected a positive number")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay is {self.weight_decay!r}; expected a number from 0")
+        for name in ("dropout", "smoothing"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected a number from 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -177,7 +190,7 @@ class SequenceClassifier(nn.Module):
         return self.score(self.dropout((hidden * real[..., None]).sum(1) / counts[:, None]))
 
     def next_token_loss(self, codes: Tensor, head: nn.Linear) -> Tensor:
-        """How badly each token's state predicts the letters of the next token; N and padding are not asked for."""
+        """The cross-entropy of the letters of each token, predicted from those before it; N and padding do not count."""
         stride = self.tokens.stride
         hidden = self._read(codes)
         letters = F.pad(codes, (0, -codes.shape[1] % stride), value=UNKNOWN).unflatten(1, (-1, stride))
@@ -371,7 +384,7 @@ def do_run(run: Run) -> dict[str, Any]:
     codes, labels = encode(data.sequences), torch.tensor(data.labels)
     parts = [[i for i, f in enumerate(data.folds) if (f == run.fold) == tested] for tested in (False, True)]
     if run.limit is not None:
-        parts = [part[:: max(1, len(part) // run.limit)] for part in parts]
+        parts = [part[:: -(-len(part) // run.limit)] for part in parts]
     (training, wanted), (testing, truth) = (([codes[i] for i in part], labels[part]) for part in parts)
     torch.manual_seed(run.seed)
     if run.shuffled:

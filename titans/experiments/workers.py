@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
+import statistics
 import threading
+import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import closing
@@ -18,8 +20,10 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from titans.files import write_atomically, write_json
+from titans.report.outcome import read_kept
+from titans.report.page import Section, Table
 from titans.report.progress import Progress
-from titans.words import sentence
+from titans.words import nearest, sentence
 
 
 class Run(Protocol):
@@ -29,6 +33,10 @@ class Run(Protocol):
     def name(self) -> str:
         """Unlike that of any other run of the experiment."""
 
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that its figures depend on, and that is kept with them."""
+
     def file(self, out: Path) -> Path:
         """Where its figures are, in the folder of the experiment."""
 
@@ -36,6 +44,68 @@ class Run(Protocol):
 AnyRun = TypeVar("AnyRun", bound=Run)
 Work = Callable[[AnyRun], dict[str, Any]]
 Results = Iterator[tuple[AnyRun, str | None]]
+
+
+def require_some(known: Mapping[str, Collection[str]], **lists: Sequence[Any]) -> None:
+    """Raises a ``ValueError`` if one of the lists is empty, or has a name that is not ``known`` for it."""
+    for name, values in lists.items():
+        if not values:
+            raise ValueError(f"{name} is empty; expected at least one")
+        for value in values:
+            if name in known and value not in known[name]:
+                raise ValueError(f"{name} has {value!r}: {nearest(value, known[name])}")
+
+
+def do_and_report(
+    runs: Sequence[AnyRun],
+    work: Work[AnyRun],
+    out: Path,
+    at_a_time: int,
+    progress: Progress,
+    about: Mapping[str, Any],
+    write: Callable[[dict[str, Any]], object],
+) -> dict[str, Any]:
+    """Does what is not done yet with the same settings, and reports all that is, even if it is interrupted.
+
+    Args:
+        work: see :func:`do_all`.
+        about: what the report has beside the figures of its runs.
+        write: completes and writes a report with at least one run.
+
+    A ``ValueError`` says which runs failed, when all else is done and reported.
+    """
+    failed: dict[str, str] = {}
+    try:
+        missing = [run for run in runs if not read_kept(run.file(out), run.settings)]
+        failed = do_all(missing, work, out, at_a_time, len(runs), progress)
+    finally:
+        done = [kept for run in runs if (kept := read_kept(run.file(out), run.settings))]
+        report = {**about, "date": time.strftime("%Y-%m-%d"), "runs": done, "failed": failed}
+        report["missing"] = len(runs) - len(done)
+        if done:
+            write(report)
+    if failed:
+        name, why = next(iter(failed.items()))
+        raise ValueError(f"{len(failed)} of {len(runs)} runs failed, the first one {name}: {why}")
+    return report
+
+
+def missing_section(report: Mapping[str, Any]) -> list[Section]:
+    """Which runs of a report failed, and how many are missing; no section where all are done."""
+    if not report["missing"]:
+        return []
+    total = report["missing"] + len(report["runs"])
+    about = f"Without figures: {report['missing']} of {total} runs. The same command does them and keeps the others."
+    lines = [[name, why] for name, why in report["failed"].items()]
+    return [Section("Missing runs", [about], [Table(["failed run", "why"], lines)] if lines else [])]
+
+
+def mean_and_spread(values: Sequence[float], form: str = ".3f") -> str:
+    """The mean of the figures of several runs ± their standard deviation, as a text."""
+    if not values:
+        return "-"
+    spread = f" ± {statistics.stdev(values):{form.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{spread}"
 
 
 def do_all(
