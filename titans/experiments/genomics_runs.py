@@ -190,7 +190,7 @@ class SequenceClassifier(nn.Module):
         return self.score(self.dropout((hidden * real[..., None]).sum(1) / counts[:, None]))
 
     def next_token_loss(self, codes: Tensor, head: nn.Linear) -> Tensor:
-        """The cross-entropy of the letters of each token, predicted from those before it; N and padding do not count."""
+        """The cross-entropy of the letters of each token, predicted from those before; N and padding do not count."""
         stride = self.tokens.stride
         hidden = self._read(codes)
         letters = F.pad(codes, (0, -codes.shape[1] % stride), value=UNKNOWN).unflatten(1, (-1, stride))
