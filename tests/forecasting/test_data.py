@@ -81,6 +81,9 @@ def test_rows_that_were_left_out_are_missing_values(freq: str, file: Path) -> No
         (["13.01.2020", "14.01.2020"], "2020-01-13"),
         (["11/02/2020", "12/02/2020", "13/02/2020"], "2020-02-11"),  # the third says which number is the day
         (["01/31/2020", "02/01/2020"], "2020-01-31"),
+        ([f"{day:02}/02/2020" for day in range(3, 13)], "2020-02-03"),  # even steps only if the day comes first
+        ([f"{month}/1/{year}" for year in (2019, 2020) for month in range(1, 13)], "2019-01-01"),  # of months
+        ([f"01/{month:02}/{year}" for year in (2019, 2020) for month in range(1, 13)], "2019-01-01"),
         (["2020-01-01", "2020-01-01 12:00:00", "2020-01-02"], "2020-01-01"),
         (["2020-03-29 01:00:00+01:00", "2020-03-29 03:00:00+02:00"], "2020-03-29 00:00:00+00:00"),  # summer time
     ],
@@ -89,6 +92,11 @@ def test_dates_are_read_however_they_are_written(times: list[str], first: str, f
     series = read_one(wide(file, times))
     assert series.times[0] == pd.Timestamp(first)
     assert len(series) == len(times)
+
+
+def test_a_year_first_is_followed_by_the_month(file: Path) -> None:
+    times = [f"2020-{month:02}-02" for month in range(1, 13)]
+    assert read_one(wide(file, times), stamps="rows").times[1] == pd.Timestamp("2020-02-02")
 
 
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])

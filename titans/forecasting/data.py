@@ -194,16 +194,23 @@ def _read_times(path: Path, column: pd.Series) -> pd.Index:
 
 
 def _parse_dates(column: pd.Series) -> pd.Series:
-    """Dates in the one way of writing that fits most rows; NaT for the others."""
+    """Dates in the one way of writing that fits most rows, and of several the most evenly; NaT for the others."""
     utc = bool(column.astype(str).str.contains(OFFSET).any())  # or summer time would make an hour twice
-    best = None
+    found = []
     for way in ({"format": "ISO8601"}, {}, {"dayfirst": True}):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # that it guesses
-            parsed = pd.to_datetime(column, errors="coerce", utc=utc, **way)
-        if best is None or parsed.notna().sum() > best.notna().sum():
-            best = parsed
-    return best
+            found.append(pd.to_datetime(column, errors="coerce", utc=utc, **way))
+    iso, *guessed = found  # pandas reads even 2020-02-01 with the day first, if told so
+    best = min(guessed, key=lambda parsed: (parsed.isna().sum(), _distinct_steps(parsed)))
+    return iso if iso.isna().sum() <= best.isna().sum() else best
+
+
+def _distinct_steps(times: pd.Series) -> int:
+    """How many different steps there are from one row to the next; those between first days of months are all alike."""
+    if times.dt.is_month_start.all() and times.dt.time.nunique() == 1:
+        times = 12 * times.dt.year + times.dt.month
+    return int(times.diff().nunique())
 
 
 def _on_grid(where: str, series: Series, rows: NDArray[np.int64] | pd.Index, stamps: str, missing: float) -> Series:
