@@ -84,7 +84,7 @@ def test_what_was_not_observed_does_not_count_in_the_loss() -> None:
     ("name", "options", "said"),
     [
         ("dlinar", {}, "baseline is 'dlinar': did you mean dlinear?"),
-        ("last-season", {"season": 17}, "season is 17; expected a number of values from 1 to the context, 16"),
+        ("last-season", {"season": 17}, "season is 17; expected 1 to 16"),
     ],
 )
 def test_what_cannot_be_built_is_one_sentence(name: str, options: dict[str, Any], said: str) -> None:

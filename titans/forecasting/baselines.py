@@ -73,7 +73,7 @@ def build_baseline(name: str, context: int, horizon: int, channels: int, season:
         return Baseline(lambda past: past[:, -1:].expand(-1, horizon, -1))
     if name == "last-season":
         if not 1 <= season <= context:
-            raise ValueError(f"season is {season}; expected a number of values from 1 to the context, {context}")
+            raise ValueError(f"season is {season}; expected 1 to {context}")
         return Baseline(lambda past: past[:, -season:].repeat(1, -(-horizon // season), 1)[:, :horizon])
     if name == "patchtst":
         return Baseline(_PatchTST(context, horizon, channels, options))
