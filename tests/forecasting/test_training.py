@@ -66,6 +66,26 @@ def test_the_errors_are_those_of_every_window(batch_size: int) -> None:
     assert errors.count.tolist() == [[18, 17], [18, 17], [18, 17]]
 
 
+def test_inputs_go_to_the_device_that_was_asked_for_or_that_of_the_module() -> None:
+    windows = make_windows([np.ones((9, 1))], [(0, 9)], 2, 1)
+    devices = []
+
+    class Elsewhere(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros((), device="meta"))
+
+        def forward(self, past_values: torch.Tensor, **masks: torch.Tensor) -> SimpleNamespace:
+            devices.append(past_values.device.type)
+            return SimpleNamespace(prediction_outputs=torch.zeros(len(past_values), 1, 1))
+
+    model = Elsewhere()
+    forecast_errors(model, windows)
+    forecast_errors(model.forward, windows)
+    forecast_errors(model.forward, windows, device=torch.device("meta"))
+    assert devices == ["meta", "cpu", "meta"]
+
+
 def test_means_weigh_every_observed_value_alike() -> None:
     sums = torch.tensor([[4.0, 0.0]]), torch.tensor([[2.0, 0.0]]), torch.tensor([[1.0, 3.0]])
     assert (Errors(*sums).mse, Errors(*sums).mae) == (1.0, 0.5)

@@ -6,7 +6,6 @@ import copy
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,9 +15,11 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
+from titans.evaluation.score import reading
 from titans.forecasting.training import Errors, forecast_errors
 from titans.forecasting.windows import Scaler, Windows
 from titans.models.cache import TitansCache, digest
+from titans.models.configuration import TitansPredictionConfig
 from titans.models.prediction import TitansForPrediction
 from titans.ops.state import read_tensors, write_tensors
 from titans.words import require_whole
@@ -221,21 +222,18 @@ class Forecaster:
 
     def _remember(self, count: int) -> TitansCache:
         """A cache that has read the next ``count`` tokens, too."""
-        config = self.model.config
-        start = self._read * config.token_stride
-        stop = start + (count - 1) * config.token_stride + config.token_length
-        look_back = max(0, start + config.token_length - config.context_length)
+        before, start, stop = _borders(self.model.config, self._read, count)
         first = self.seen - self._values.shape[1]
-        values, observed = (x[:, look_back - first : stop - first] for x in (self._values, self._observed))
+        values, observed = (x[:, before - first : stop - first] for x in (self._values, self._observed))
         cache = None if self._cache is None else self._cache.copy()
-        with _evaluating(self.model):
-            return self.model.remember(values, observed, past_key_values=cache, already_read=start - look_back)
+        with reading(self.model):
+            return self.model.remember(values, observed, past_key_values=cache, already_read=start - before)
 
     def _predict(self) -> tuple[Tensor, Tensor]:
         """Point forecasts (batch, prediction_length, channels) and quantiles, scaled; NaN where nothing is known."""
         cache = self._remember(self._unread) if self._unread else self._cache
         values, observed = (x[:, -self.model.config.context_length :] for x in (self._values, self._observed))
-        with _evaluating(self.model):
+        with reading(self.model):
             output = self.model(values, observed, past_key_values=cache)
         unknown = ~observed.any(1, keepdim=True)
         point, levels = output.prediction_outputs, output.quantile_outputs
@@ -253,7 +251,7 @@ def streamed_errors(model: TitansForPrediction, windows: Windows, forecast: Call
     """
     model.eval()
     parts = [
-        forecast_errors(partial(forecast or model.__call__, past_key_values=cache), block, len(block))
+        forecast_errors(partial(forecast or model.__call__, past_key_values=cache), block, len(block), model.device)
         for cache, block in streamed_states(model, windows)
     ]
     return Errors(*(sum(each) for each in zip(*((p.squared, p.absolute, p.count) for p in parts), strict=True)))
@@ -271,8 +269,7 @@ def streamed_states(model: TitansForPrediction, windows: Windows) -> Iterator[tu
     read = first = 0
     for count, block in zip(*(x.tolist() for x in counts.unique_consecutive(return_counts=True)), strict=True):
         if count > read:
-            start, stop = read * step, (count - 1) * step + size
-            before = max(0, start + size - config.context_length)
+            before, start, stop = _borders(config, read, count - read)
             values, observed = (x[None, before:stop].to(model.device) for x in (windows.values, windows.observed))
             cache = model.remember(values, observed, past_key_values=cache, already_read=start - before)
             read = count
@@ -283,6 +280,13 @@ def streamed_states(model: TitansForPrediction, windows: Windows) -> Iterator[tu
         first += block
 
 
+def _borders(config: TitansPredictionConfig, read: int, count: int) -> tuple[int, int, int]:
+    """The rows of ``count`` tokens after the first ``read``: where their look-back begins, they begin, and they end."""
+    start = read * config.token_stride
+    stop = start + (count - 1) * config.token_stride + config.token_length
+    return max(0, start + config.token_length - config.context_length), start, stop
+
+
 def _array(name: str, values: Any) -> NDArray[np.float64]:
     if isinstance(values, Tensor):
         values = values.detach().cpu().to(torch.float64).numpy()
@@ -291,15 +295,3 @@ def _array(name: str, values: Any) -> NDArray[np.float64]:
     except (TypeError, ValueError) as error:
         kind = type(values).__name__
         raise ValueError(f"{name} is a {kind} that cannot be read as numbers; expected an array of them") from error
-
-
-@contextmanager
-def _evaluating(model: TitansForPrediction) -> Iterator[None]:
-    """Without dropout and without a graph, and then as it was."""
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)

@@ -159,12 +159,20 @@ class Errors:
 
 
 @torch.no_grad()
-def forecast_errors(forecast: Callable[..., Any], windows: Windows, batch_size: int = 128) -> Errors:
-    """The errors of ``prediction_outputs`` on every window, none dropped, added up in float64."""
+def forecast_errors(
+    forecast: Callable[..., Any], windows: Windows, batch_size: int = 128, device: torch.device | None = None
+) -> Errors:
+    """The errors of ``prediction_outputs`` on every window, none dropped, added up in float64.
+
+    Args:
+        forecast: a module, or a function that is called as one.
+        device: where it takes its inputs; default: where the parameters of a module are, otherwise the CPU.
+    """
+    parameter = None
     if isinstance(forecast, nn.Module):
-        forecast.eval()
-    parameter = next(forecast.parameters(), None) if isinstance(forecast, nn.Module) else None
-    device = torch.device("cpu") if parameter is None else parameter.device
+        parameter = next(forecast.eval().parameters(), None)
+    if device is None:
+        device = torch.device("cpu") if parameter is None else parameter.device
     shape = windows.future, windows.values.shape[1]
     squared, absolute, count = (torch.zeros(shape, dtype=torch.float64) for _ in range(3))
     for batch in windows.in_order(batch_size):

@@ -320,6 +320,12 @@ class TitansPredictionConfig(TitansConfig):
             )
 
     @property
+    def point_quantile(self) -> int:
+        """Which of the quantiles is the point forecast."""
+        levels = self.quantiles or [0.5]
+        return min(range(len(levels)), key=lambda i: abs(levels[i] - 0.5))
+
+    @property
     def token_length(self) -> int:
         """Values that a token is made of."""
         return self.patch_length if self.tokens == "patches" else self.context_length

@@ -30,7 +30,8 @@ class TitansPredictionOutput(ModelOutput):
         loss: where ``future_values`` were given.
         prediction_outputs: (batch, prediction_length, channels), the point forecast.
         quantile_outputs: (batch, prediction_length, channels, quantiles), with the quantile loss.
-        loc, scale: (batch, 1, channels), mean and deviation of the context.
+        loc, scale: (batch, 1, channels), what the forecast was shifted and stretched by: mean and deviation of the
+            context; with ``use_level`` the scale is sqrt(deviation^2 + 0.1^2).
         hidden_states: those of the blocks.
     """
 
@@ -133,12 +134,10 @@ class TitansForPrediction(TitansPreTrainedModel):
             past_key_values=past_key_values,
             output_hidden_states=output_hidden_states,
         )
-        quantiles = self.config.quantiles or [0.5]
         outputs = (loc.unsqueeze(-1) + scale.unsqueeze(-1) * outputs.sort(-1).values).transpose(1, 2)
-        middle = min(range(len(quantiles)), key=lambda i: abs(quantiles[i] - 0.5))
         result = TitansPredictionOutput(
             loss=None if future_values is None else self._loss(outputs, future_values, future_observed_mask),
-            prediction_outputs=outputs[..., middle],
+            prediction_outputs=outputs[..., self.config.point_quantile],
             quantile_outputs=outputs if self.config.quantiles else None,
             loc=loc.transpose(1, 2),
             scale=scale.transpose(1, 2),
