@@ -53,7 +53,7 @@ def test_a_wave_is_learned_forecast_and_tested(folder: Path, capsys: pytest.Capt
     assert run("fit", "wide.csv", *SMALL, *arguments) == 0
     said = capsys.readouterr().out
     assert "same never changes, and is forecast to stay as it is." in said
-    assert "context 12, horizon 6: trained on 39 windows, until 2020-03-04" in said
+    assert "context 12, horizon 6: 39 training windows, trained and validated until 2020-03-04" in said
     assert "validation loss (quantile) 0.0" in said
     assert sorted(path.name for path in folder.joinpath("model").iterdir()) == [
         "config.json", "forecast.json", "model.safetensors",
@@ -91,11 +91,34 @@ def test_a_long_file_gives_a_long_forecast(folder: Path) -> None:
     assert json.loads(Path("tested/forecast.json").read_text())["interval"] == ""
 
 
+def test_short_series_of_a_long_file_are_skipped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [
+        pd.DataFrame({"unique_id": name, "ds": range(50, 50 + rows), "y": wave(rows)})
+        for name, rows in (("x", 80), ("y", 60), ("short", 15), ("shorter", 9))
+    ]
+    pd.concat(parts).to_csv("some.csv", index=False)
+    assert run("fit", "some.csv", *SMALL, "--steps", "1", "--loss", "mse", "--out", "model") == 0
+    said = capsys.readouterr().out
+    assert "2 series are too short to learn from." in said
+    assert "trained and validated until 113" in said  # not 97, the end of the other
+    assert run("predict", "model", "some.csv") == 0
+    said = capsys.readouterr().out
+    assert "1 series with fewer than 12 rows skipped: shorter\n" in said
+    assert "forecast.png, 6 rows for each of 3 series" in said
+    assert pd.read_csv("forecast.csv")["unique_id"].unique().tolist() == ["x", "y", "short"]
+    assert run("evaluate", "model", "some.csv") == 0
+    assert "2 series with fewer than 18 rows skipped: short, shorter\n" in capsys.readouterr().out
+    pd.concat(parts[2:]).to_csv("short.csv", index=False)
+    assert run("evaluate", "model", "short.csv") == 2
+    words = "the series short has 15 rows; expected at least the context and the horizon of the model, 18"
+    assert words in capsys.readouterr().err
+
+
 def test_a_forecaster_that_was_trained_with_a_history_reads_the_whole_past(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run("fit", "wide.csv", *SMALL, "--steps", "2", "--history", "12", "--out", "model") == 0
-    assert "context 12, history 12, horizon 6: trained on 27 windows" in capsys.readouterr().out
+    assert "context 12, history 12, horizon 6: 27 training windows" in capsys.readouterr().out
     assert json.loads(Path("model/forecast.json").read_text())["history"] == 12
     assert run("predict", "model", "wide.csv", "--whole-past") == 0
     forecaster, (series,) = trained.TrainedForecaster.load("model"), read_series("wide.csv")
@@ -154,8 +177,8 @@ FIT = ["--horizon", "6"]
         (["predict", "nowhere", "wide.csv"], "forecast.json is not there; expected a folder written by titans"),
         (["predict", "{model}", "other.csv"], "other.csv has no column 'a'"),
         (["predict", "{model}", "fewer.csv"], "the data has 9 rows; expected at least the context of the model, 12"),
-        (["predict", "{model}", "wide.csv", "--whole-past"], "expected one of titans forecast fit --history"),
-        (["evaluate", "{model}", "wide.csv", "--whole-past"], "expected one of titans forecast fit --history"),
+        (["predict", "{model}", "wide.csv", "--whole-past"], "expected one fitted with --history"),
+        (["evaluate", "{model}", "wide.csv", "--whole-past"], "expected one fitted with --history"),
         (["fit", "wide.csv", *FIT, "--context", "12", "--history", "3"], "history is 3; expected 0, or at least"),
         (["predict", "{model}", "wide.csv", "--horizon", "0"], "'--horizon'"),
         (["predict", "{model}", "wide.csv", "--out", "."], "is a directory"),

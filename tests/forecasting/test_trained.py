@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from titans.forecasting.data import Series
-from titans.forecasting.testing import evaluate_series
+from titans.forecasting.testing import evaluate_series, evaluation_sections
 from titans.forecasting.trained import TrainedForecaster, as_table, constant_channels, fit_series
 from titans.forecasting.training import FitSettings
 from titans.models.prediction import TitansForPrediction
@@ -101,10 +101,20 @@ def test_series_of_a_long_file_are_scaled_and_tested_each_by_itself() -> None:
 
 
 def test_an_unknown_series_is_all_test_and_scaled_by_itself() -> None:
-    forecaster = fitted(waves(200, "known", 1))
+    known = waves(200, "known", 1)
+    forecaster = fitted(known)
     new = waves(120, "new", 1)
     assert evaluate_series(forecaster, [new])["windows"] == 120 - 24 - 11
     assert np.isfinite(forecaster.forecast(new)).all()
+    changed = replace(new, values=np.concatenate([new.values[:24], 1000 * new.values[24:]]))
+    assert forecaster.scaler(changed).deviation == forecaster.scaler(new).deviation == np.nanstd(new.values[:24])
+    new.values[:30] = np.nan
+    assert forecaster.scaler(new).mean == new.values[30]
+    said = [
+        evaluation_sections(forecaster, [one], evaluate_series(forecaster, [one]))[0].paragraphs[0]
+        for one in (new, known)
+    ]
+    assert ["first 24 rows" in words for words in said] == [True, False]
 
 
 def test_a_saved_forecaster_forecasts_the_same(tmp_path: Path) -> None:
@@ -175,7 +185,7 @@ def test_training_reads_histories_of_all_lengths_and_validation_the_longest(monk
 
 
 def test_a_memory_that_never_read_a_history_is_not_given_one() -> None:
-    words = "trained without a history; expected one of titans forecast fit --history"
+    words = "trained without a history; expected one fitted with --history"
     with pytest.raises(ValueError, match=words):
         trained().forecast(waves(), whole_past=True)
     with pytest.raises(ValueError, match=words):

@@ -20,7 +20,7 @@ WholePast = Annotated[
     bool,
     typer.Option(
         "--whole-past",
-        help="Read all rows with the memory, not only those of the context; takes a forecaster of fit --history.",
+        help="Read all rows with the memory, not only those of the context; needs a forecaster fitted with --history.",
     ),
 ]
 QUANTILES = "0.1,0.5,0.9"
@@ -130,11 +130,12 @@ def fit(
     for name in constant_channels(series):
         typer.echo(f"{name} never changes, and is forecast to stay as it is.")
     if fitted["series"][0] < fitted["series"][1]:
-        typer.echo(f"{fitted['series'][1] - fitted['series'][0]} series are too short to learn from.")
+        short = fitted["series"][1] - fitted["series"][0]
+        typer.echo(f"{short} series {'is' if short == 1 else 'are'} too short to learn from.")
     typer.echo(
         f"{variant}, {fitted['parameters']:,} parameters, context {trained.model.config.context_length}, "
-        f"{f'history {history}, ' if history else ''}horizon {horizon}: trained on {fitted['windows'][0]:,} windows, "
-        f"until {max(map(str, seen.values()))}"
+        f"{f'history {history}, ' if history else ''}horizon {horizon}: {fitted['windows'][0]:,} training windows, "
+        f"trained and validated until {max(seen.values())}"
     )
     typer.echo(
         f"validation loss ({loss}) {fitted['valid']:.4f} on {fitted['windows'][1]:,} windows, step {fitted['steps']:,}"
@@ -162,20 +163,26 @@ def predict(
     check_output(picture)
 
     from titans.files import write_atomically
-    from titans.forecasting.trained import as_table, draw_forecasts
+    from titans.forecasting.trained import as_table, draw_forecasts, long_enough
 
     with one_sentence():
         trained, series = _load(model, data, device)
+        context = trained.model.config.context_length
+        series, skipped = long_enough(series, context, "the context of the model")
         forecasts = []
         with bar("forecasting", len(series)) as move:
             for done, one in enumerate(series):
                 move(done, len(series), one.name)
                 forecasts.append(trained.forecast(one, horizon, whole_past))
         table = as_table(trained, series, forecasts)
-        png = draw_forecasts(trained, series, forecasts, f"What follows {series[0].times[-1]}")
+        last = "the last row of each series" if len(series) > 1 else series[0].times[-1]
+        png = draw_forecasts(trained, series, forecasts, f"What follows {last}")
     write_atomically(out, table.to_csv(index=False, float_format="%.8g").encode())
     write_atomically(picture, png)
-    typer.echo(f"Forecast: {out} and {picture}, {len(forecasts[0])} rows after {series[0].times[-1]}")
+    _say_skipped(skipped, context)
+    where = f"for each of {len(series)} series" if len(series) > 1 else f"after {last}"
+    rows = len(forecasts[0])
+    typer.echo(f"Forecast: {out} and {picture}, {rows} row{'' if rows == 1 else 's'} {where}")
 
 
 @app.command("evaluate")
@@ -214,6 +221,7 @@ def evaluate(
     for section in sections[:2]:
         for table in section.tables:
             print_table(console, table)
+    _say_skipped(figures["skipped"], figures["context"] + figures["horizon"])
     typer.echo(f"Report: {page}, {out / 'forecast.json'} and .md")
 
 
@@ -229,6 +237,12 @@ def _load(model: Path, data: Path, device: str) -> Any:
 
     trained = TrainedForecaster.load(model, device)
     return trained, read_series(data, **trained.about.reading)
+
+
+def _say_skipped(names: list[str], rows: int) -> None:
+    if names:
+        some = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        typer.echo(f"{len(names)} series with fewer than {rows} rows skipped: {some}")
 
 
 def _levels(text: str) -> list[float]:

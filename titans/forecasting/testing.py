@@ -14,7 +14,7 @@ import torch
 from titans.forecasting.baselines import build_baseline
 from titans.forecasting.data import Series, Values
 from titans.forecasting.stream import streamed_errors
-from titans.forecasting.trained import PANELS, TrainedForecaster, draw_forecasts
+from titans.forecasting.trained import PANELS, TrainedForecaster, draw_forecasts, long_enough
 from titans.forecasting.training import Errors, forecast_errors
 from titans.forecasting.windows import Windows, make_windows
 from titans.models.cache import TitansCache
@@ -48,6 +48,8 @@ def evaluate_series(
 ) -> dict[str, Any]:
     """Figures of every window whose future the model has not seen, none dropped, as plain data.
 
+    Series that are shorter than context and horizon are ``skipped``.
+
     Args:
         season: values of a season; default: that of the training. Where it is unknown or longer than what lies before
             the first window, nothing is compared with the last season.
@@ -55,8 +57,10 @@ def evaluate_series(
     """
     config = trained.model.config
     season = season or trained.about.season
+    least = config.context_length + config.prediction_length
+    kept, skipped = long_enough(series, least, "the context and the horizon of the model")
     found = []
-    for one in series:
+    for one in kept:
         trained.check(one, whole_past)
         start = max(_unseen(trained, one), config.context_length)
         if len(one) - start >= config.prediction_length:
@@ -78,7 +82,7 @@ def evaluate_series(
 
         tested.append(_test(trained, one, windows, season, whole_past, moved))
         done += len(windows)
-    return {"whole_past": whole_past, **_summarize(trained, tested, season)}
+    return {"whole_past": whole_past, "skipped": skipped, **_summarize(trained, tested, season)}
 
 
 def _unseen(trained: TrainedForecaster, series: Series) -> int:
@@ -103,8 +107,7 @@ def _test(
 
     def watched(past_key_values: TitansCache | None = None, **batch: torch.Tensor) -> Any:
         nonlocal done, inside
-        given = {name: x.to(model.device) for name, x in batch.items()}
-        made = model(**given, past_key_values=past_key_values)
+        made = model(**batch, past_key_values=past_key_values)
         truth = windows.batch(torch.arange(done, done + len(made.prediction_outputs)))
         if made.quantile_outputs is not None:
             low, high = made.quantile_outputs[..., 0].cpu(), made.quantile_outputs[..., -1].cpu()
@@ -114,9 +117,10 @@ def _test(
         moved(done)
         return made
 
-    errors = {
-        MODEL: streamed_errors(model, windows, watched) if whole_past else forecast_errors(watched, windows, BATCH)
-    }
+    if whole_past:
+        errors = {MODEL: streamed_errors(model, windows, watched)}
+    else:
+        errors = {MODEL: forecast_errors(watched, windows, BATCH, model.device)}
     sizes = config.context_length, config.prediction_length, len(series.names)
     errors[LAST_VALUE] = forecast_errors(build_baseline("last-value", *sizes), windows, BATCH)
     if season is not None:
@@ -195,6 +199,8 @@ def evaluation_sections(
         f"{report['windows']:,} windows of {report['context']} + {horizon} values, every one whose future comes after "
         "what the model was fitted on. Errors are those of z-scores with the mean and deviation of the training part."
     )
+    if any(one.name not in trained.about.scalers for one in series):
+        about += f" A series that was not in training has those of its first {report['context']} rows."
     if report["whole_past"]:
         about += " Before each forecast the memory has read the series from its first row on."
     covered = ["in the " + report["interval"]] if report["interval"] else []

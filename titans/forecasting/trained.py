@@ -74,7 +74,7 @@ class TrainedForecaster:
     @property
     def point(self) -> int:
         """Which of the quantiles is the point forecast."""
-        return min(range(len(self.quantiles)), key=lambda i: abs(self.quantiles[i] - 0.5))
+        return self.model.config.point_quantile
 
     @property
     def interval(self) -> str:
@@ -82,9 +82,15 @@ class TrainedForecaster:
         return f"{self.quantiles[-1] - self.quantiles[0]:.0%} interval" if len(self.quantiles) > 1 else ""
 
     def scaler(self, series: Series) -> Scaler:
-        """That of the training, or, for a series that was not there, one of its own."""
+        """That of the training, or, for a series that was not there, of its first ``context_length`` rows.
+
+        Later rows may be among those that are tested. Only a channel without a value in these has more of them read.
+        """
         known = self.about.scalers.get(series.name)
-        return Scaler(*map(np.asarray, known)) if known else Scaler.fit(series.values)
+        if known:
+            return Scaler(*map(np.asarray, known))
+        needed = 1 + int((~np.isnan(series.values)).argmax(axis=0).max())
+        return Scaler.fit(series.values[: max(needed, self.model.config.context_length)])
 
     def forecast(self, series: Series, horizon: int | None = None, whole_past: bool = False) -> Values:
         """What follows the last row, (horizon, channels, quantiles), in the units of the data.
@@ -113,8 +119,8 @@ class TrainedForecaster:
             raise ValueError(f"{where} has {len(series)} rows; expected at least the context of the model, {context}")
         if whole_past and not about.history:
             raise ValueError(
-                "the model was trained without a history; expected one of titans forecast fit --history for forecasts "
-                "from the whole past"
+                "the model was trained without a history; expected one fitted with --history for forecasts from the "
+                "whole past"
             )
 
     def save(self, folder: Path) -> None:
@@ -240,6 +246,15 @@ def fit_series(
         },
     )
     return TrainedForecaster(model, about)
+
+
+def long_enough(series: Sequence[Series], rows: int, why: str) -> tuple[list[Series], list[str]]:
+    """The series with at least so many rows, and the names of the others; a ``ValueError`` if all are too short."""
+    kept = [one for one in series if len(one) >= rows]
+    if not kept:
+        longest = max(series, key=len)
+        raise ValueError(f"{_called(longest)} has {len(longest)} rows; expected at least {why}, {rows}")
+    return kept, [one.name for one in series if len(one) < rows]
 
 
 def constant_channels(series: Sequence[Series]) -> list[str]:
