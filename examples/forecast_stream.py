@@ -15,30 +15,24 @@ import numpy as np
 import torch
 
 from titans import TitansForPrediction, TitansPredictionConfig
-from titans.forecasting import Forecaster
+from titans.forecasting import Forecaster, fit
+from titans.forecasting.training import FitSettings
 from titans.forecasting.windows import Scaler, make_windows
 
-CONTEXT, HORIZON, TRAIN, ROWS = 48, 24, 7_000, 107_024
+CONTEXT, HORIZON, TRAIN, VALID, ROWS = 48, 24, 6_000, 7_000, 107_024
 day, week = (np.sin(2 * np.pi * np.arange(ROWS) / hours) for hours in (24, 168))
 values = (50 + 10 * day * (1 + 0.5 * week) + 5 * week + np.random.default_rng(0).normal(size=ROWS))[:, None]
 scaler = Scaler.fit(values[:TRAIN])
 
 
-def train(history: int, steps: int = 300) -> TitansForPrediction:
+def train(history: int) -> TitansForPrediction:
     """A model that has seen contexts after histories of up to this length."""
     torch.manual_seed(0)
     sizes = {"context_length": CONTEXT, "prediction_length": HORIZON, "patch_length": 24, "patch_stride": 24}
     model = TitansForPrediction(TitansPredictionConfig(variant="mag", hidden_size=32, num_hidden_layers=1, **sizes))
-    windows = make_windows([scaler.scale(values)], [(0, TRAIN)], CONTEXT + history, HORIZON)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 5e-3, steps)
-    for _ in range(steps):
-        batch = windows.batch(torch.randint(len(windows), (32,)))
-        past = batch["past_values"][:, int(torch.randint(history + 1, ())) :]
-        optimizer.zero_grad()
-        model(past, future_values=batch["future_values"]).loss.backward()
-        optimizer.step()
-        schedule.step()
+    ranges = (0, TRAIN), (TRAIN, VALID)
+    parts = [make_windows([scaler.scale(values)], [rows], CONTEXT + history, HORIZON) for rows in ranges]
+    fit(model, *parts, FitSettings(steps=300, learning_rate=1e-2, valid_windows=100, shortest_past=CONTEXT))
     return model
 
 
@@ -46,7 +40,7 @@ model = train(history=768)
 streamed, off = Forecaster(model, scaler), Forecaster(model, scaler, test_time_learning=False)
 forecasters = {"memory on": streamed, "memory off": off, "contexts alone": Forecaster(train(0), scaler, False)}
 errors, start = {name: 0.0 for name in forecasters}, time.perf_counter()
-for row in range(TRAIN, ROWS - HORIZON, 500):
+for row in range(VALID, ROWS - HORIZON, 500):
     for name, forecaster in forecasters.items():
         forecaster.observe(values[row : row + 500])
         errors[name] += np.abs(forecaster.forecast() - values[row + 500 : row + 500 + HORIZON]).mean() / 200
