@@ -23,8 +23,8 @@ BUDGET: dict[str, Any] = {
     "fit": {"steps": 500, "valid_windows": 400},
     "data": {"weather": {"fit": {"batch_size": 16}}},  # 21 series in every window
 }
-# What is built, and fields of FitSettings. Learning rates of the others are the best of three on the validation windows of
-# ETTh1 at horizon 336, their sizes those of their authors for the data set; ours are the best of some sixty settings on
+# What is built, and fields of FitSettings. The others have the best of three learning rates on validation windows of
+# ETTh1 at horizon 336, and the sizes of their authors for the data set; ours have the best of some sixty settings on
 # validation windows (docs/log.md).
 TITANS: dict[str, Any] = {
     "fit": {"learning_rate": 3e-3},
