@@ -189,15 +189,8 @@ FIT = ["--horizon", "6"]
 def test_bad_input_is_one_sentence_and_nothing_is_written(
     arguments: list[str], words: str, folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(folder.rglob("*"))
-    capsys.readouterr()
-    assert run(*(argument.format(model=model) for argument in arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.startswith("titans: ")
-    assert captured.err.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
+    given = [argument.format(model=model) for argument in arguments]
+    commands.assert_refused(["forecast", *given], words, folder, capsys)
 
 
 def test_an_interrupt_leaves_no_half_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

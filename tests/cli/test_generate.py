@@ -286,15 +286,7 @@ def test_weights_can_be_read_in_another_dtype(folder: Path, capsys: pytest.Captu
 def test_a_wrong_argument_is_one_sentence_and_nothing_is_written(
     arguments: list[str | bytes], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(folder.rglob("*"))
-    capsys.readouterr()
-    assert run(*map(os.fsdecode, arguments)) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.startswith("titans: ")
-    assert captured.err.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
+    commands.assert_refused(["generate", *map(os.fsdecode, arguments)], words, folder, capsys)
 
 
 def test_without_transformers_the_command_says_what_to_install(

@@ -95,15 +95,7 @@ def test_a_text_that_is_cut_is_said_to_be(folder: Path, capsys: pytest.CaptureFi
 def test_a_wrong_argument_is_one_sentence_and_nothing_is_written(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(folder.rglob("*"))
-    capsys.readouterr()
-    assert run(*arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.startswith("titans: ")
-    assert captured.err.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
+    commands.assert_refused(["inspect", *arguments], words, folder, capsys)
 
 
 def test_a_file_that_cannot_be_written_after_all_is_one_sentence(

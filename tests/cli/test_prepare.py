@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli.commands import run
+from tests.cli.commands import assert_refused, run
 
 pytest.importorskip("datasets")
 
@@ -136,14 +136,7 @@ def test_a_small_text_gives_a_small_vocabulary_and_that_is_said(
 def test_a_wrong_argument_is_one_sentence_and_nothing_is_written(
     arguments: list[str], words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    before = sorted(folder.rglob("*"))
-    assert run(*arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert words in captured.err
-    assert captured.err.startswith("titans: ")
-    assert captured.err.count("\n") == 1
-    assert sorted(folder.rglob("*")) == before
+    assert_refused(arguments, words, folder, capsys)
 
 
 def test_bad_lines_are_an_error_or_skipped_and_counted(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
