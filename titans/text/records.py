@@ -65,6 +65,8 @@ class Record:
         surprise: the loss of the scope's memory on this text, before it was written.
         version: 1, and one more with every update.
         uses: how often a search has returned it, as of the last write.
+        repeats: how often the same was told again; ``updated`` is then the last time.
+        replaces: the id of the older record that says the same with another value, or in other words.
     """
 
     id: str
@@ -79,6 +81,8 @@ class Record:
     surprise: float = 0.0
     version: int = 1
     uses: int = 0
+    repeats: int = 0
+    replaces: str | None = None
 
     @property
     def scope(self) -> Scope:
@@ -112,6 +116,8 @@ class Record:
             updated=check_time(_default(given.get("updated"), created), "updated"),
             version=check_count(given.get("version", 1), "version", 1),
             uses=check_count(given.get("uses", 0), "uses", 0),
+            repeats=check_count(given.get("repeats", 0), "repeats", 0),
+            replaces=None if given.get("replaces") is None else check_name(given["replaces"], "replaces"),
         )
         Scope(record.user, record.agent, record.session)
         return record
@@ -125,9 +131,11 @@ class Hit:
         score: 1 if every signal ranked it first, closer to 0 the lower it was ranked.
         cosine: of the question's vector and the text's.
         bm25: how well the words match; None if the words did not name it.
-        neural: cosine with what the scope's memory answers; None if the memory was not asked.
+        neural: how well it matches, with the text before it, what the memory of its scope does not expect of the
+            question; None if the memory did not name it.
         surprise: of the record when it was written.
         age: seconds since it was created.
+        replaced_by: the id of the record that says the same with a newer value.
     """
 
     record: Record
@@ -140,6 +148,7 @@ class Hit:
     neural_rank: int | None = None
     surprise: float = 0.0
     age: float = 0.0
+    replaced_by: str | None = None
 
 
 @dataclass(frozen=True)
@@ -150,12 +159,14 @@ class Found:
         below: how many candidates were left out because their cosine was below the threshold.
         threshold: what was asked for.
         note: a sentence if nothing could be found, such as that the scope is unknown.
+        ignored: words of the question that too many records have to look them up; the meaning still has them.
     """
 
     hits: list[Hit]
     below: int = 0
     threshold: float | None = None
     note: str | None = None
+    ignored: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[Hit]:
         return iter(self.hits)
@@ -171,7 +182,7 @@ class Found:
 class Event:
     """A line of a record's history; the text is None once it has been erased."""
 
-    kind: str  # "add", "update", "delete" or "evict"
+    kind: str  # "add", "repeat", "update", "delete" or "evict"
     id: str
     at: str
     version: int
