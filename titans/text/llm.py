@@ -265,7 +265,6 @@ class OpenAILLM:
         self, messages: Sequence[Message], max_tokens: int = 256, temperature: float | None = None, seed: int = 0
     ) -> Generator[str, None, None]:
         """See :class:`LLM`; the seed is not sent, since few endpoints take one."""
-        import httpx
         import openai
 
         request: dict[str, Any] = {"model": self.name, "messages": list(messages), "stream": True}
@@ -283,9 +282,9 @@ class OpenAILLM:
                 for chunk in chunks:
                     if chunk.choices and chunk.choices[0].delta.content:
                         yield chunk.choices[0].delta.content
-        except (openai.APITimeoutError, httpx.TimeoutException) as error:
+        except openai.APITimeoutError as error:
             raise LLMError(f"{where} does not answer within {self._client.timeout:g} seconds") from error
-        except (openai.APIConnectionError, httpx.TransportError) as error:
+        except openai.APIConnectionError as error:
             raise LLMError(f"{where} cannot be reached: {_reason(error.__cause__ or error)}") from error
         except openai.AuthenticationError as error:
             raise LLMError(f"{where} refuses the key; expected a valid one in OPENAI_API_KEY") from error
