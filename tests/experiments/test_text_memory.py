@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from titans.cli import app
 from titans.experiments import text_memory, text_tests
-from titans.experiments.locomo import read_locomo
+from titans.experiments.conversations import read_locomo
 from titans.experiments.retrieval import HYBRID, Corpus, make_corpus, rank_fused, rank_nearest, score, score_order
 from titans.experiments.text_memory import (
     ANOTHER,

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import titans
 from titans.experiments import text_tests
-from titans.experiments.locomo import CATEGORIES, Conversation, read_locomo
+from titans.experiments.conversations import CATEGORIES, Conversation, read_locomo
 from titans.experiments.retrieval import (
     HYBRID,
     MEANING,

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans.experiments.locomo import Conversation
+from titans.experiments.conversations import Conversation
 from titans.experiments.retrieval import (
     HYBRID,
     Corpus,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from titans.experiments.locomo import CATEGORIES, read_locomo
+from titans.experiments.conversations import CATEGORIES, read_locomo
 
 SAMPLE: dict[str, Any] = {
     "sample_id": "conv-1",
