@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+import uuid
+
 import pytest
 
 from titans.ops.native import chunked, exact, norm, project
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_the_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No test reads or writes the memories of whoever runs it; each has a data folder of its own."""
+    monkeypatch.delenv("TITANS_MEMORY", raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path_factory.getbasetemp() / "data" / uuid.uuid4().hex))
 
 
 @pytest.fixture

@@ -69,6 +69,22 @@ def test_an_error_names_the_file_and_not_its_temporary_name(tmp_path):
     assert error.value.filename == str(tmp_path / "folder")
 
 
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+def test_a_private_file_is_its_owners_alone_from_its_first_byte_whatever_the_umask(tmp_path, umask):
+    path = tmp_path / "new" / "file"
+    before = os.umask(umask)
+    try:
+        with replacing(path, private=True) as temporary:
+            temporary.write_bytes(b"secret")
+            assert temporary.stat().st_mode & 0o777 == 0o600
+        write_atomically(tmp_path / "public", b"")
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert path.parent.stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "public").stat().st_mode & 0o777 == 0o666 & ~umask
+
+
 def test_json_never_holds_nan(tmp_path):
     path = tmp_path / "result.json"
     write_json(path, {"loss": math.nan, "steps": [1, -math.inf, {"x": (math.inf, 2.5)}], "name": "mac"})

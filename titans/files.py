@@ -24,14 +24,17 @@ LOCK = ".titans.lock"  # in any output folder, while a process writes there
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, private: bool = False) -> Iterator[Path]:
     """A temporary name beside ``path`` to write a file under; once it is on disk, it takes the place of ``path``.
 
-    ``path`` is never seen half written, and an error leaves it as it was.
+    ``path`` is never seen half written, and an error leaves it as it was. With ``private`` only the owner can read it,
+    and enter the folder if that is made for it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700 if private else 0o777, parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")
     try:
+        if private:
+            temporary.touch(mode=0o600)
         yield temporary
         sync(temporary)
         temporary.replace(path)
@@ -44,9 +47,9 @@ def replacing(path: Path) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Write ``content`` to ``path``, whole or not at all."""
-    with replacing(path) as temporary:
+def write_atomically(path: Path, content: bytes, private: bool = False) -> None:
+    """Write ``content`` to ``path``, whole or not at all; with ``private``, for its owner's eyes only."""
+    with replacing(path, private) as temporary:
         temporary.write_bytes(content)
 
 

@@ -16,9 +16,12 @@ MAX_TEXT = 1_000_000  # bytes of a text
 MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
 MAX_NAME = 200  # characters of a user, agent, session, role or id
 MAX_FOUND = 1_000  # records of one search
+MAX_NUMBER = 2**63 - 1  # of a whole number, as databases have them
 ANY_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 CONTROLS = re.compile(r"(?![\t\n\r\v\f\x85])[\x00-\x1f\x7f-\x9f]")  # not allowed in a text
+UNUSABLE = re.compile("[\0\ud800-\udfff]")  # not allowed in metadata
 COMPARISONS = ("ne", "gt", "gte", "lt", "lte", "in")
+VALUES = "texts without U+0000, booleans, and finite numbers of at most 64 bits"  # of metadata and filters
 
 
 class StoreError(ValueError):
@@ -50,6 +53,10 @@ class Scope:
         for name in ("agent", "session"):
             if getattr(self, name) is not None:
                 check_name(getattr(self, name), name)
+
+    def covers(self, other: Scope) -> bool:
+        """Whether ``other`` is this scope or below it: no agent, or no session, stands for any."""
+        return other.user == self.user and self.agent in (None, other.agent) and self.session in (None, other.session)
 
     def __str__(self) -> str:
         parts = (f"{name} {getattr(self, name)!r}" for name in ("user", "agent", "session") if getattr(self, name))
@@ -272,6 +279,9 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     if size > MAX_METADATA:
         raise ValueError(f"metadata has {size:,} bytes as JSON; expected at most {MAX_METADATA:,}")
     made: dict[str, Any] = json.loads(text)
+    for value in _scalars(made):
+        if value is not None and not _is_scalar(value):
+            raise ValueError(f"metadata has the value {_shown(value)}; expected {VALUES}")
     return made
 
 
@@ -298,7 +308,7 @@ def check_filters(filters: object) -> dict[str, dict[str, Any]]:
         for name, value in tests.items():
             values = value if name == "in" else [value]
             if not isinstance(values, Sequence) or isinstance(values, str) or not all(map(_is_scalar, values)):
-                raise ValueError(f"filters[{key!r}] compares with {_shown(value)}; expected texts, numbers or booleans")
+                raise ValueError(f"filters[{key!r}] compares with {_shown(value)}; expected {VALUES}")
         made[key] = tests
     return made
 
@@ -307,19 +317,18 @@ def check_time(value: object, name: str) -> str:
     """A time as it is written in records, from a datetime or ISO 8601; without a zone it is UTC."""
     try:
         moment = value if isinstance(value, datetime) else datetime.fromisoformat(str(value).replace("Z", "+00:00"))
-    except ValueError:
+        moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
+    except (ValueError, OverflowError):  # in UTC it may be after the last year, or before the first
         raise ValueError(f"{name} is {_shown(value)}; expected a time such as 2026-01-31T12:00:00+00:00") from None
-    moment = moment.replace(tzinfo=timezone.utc) if moment.tzinfo is None else moment.astimezone(timezone.utc)
     return moment.isoformat(timespec="microseconds")
 
 
-def check_count(value: object, name: str, least: int, most: int | None = None) -> int:
+def check_count(value: object, name: str, least: int, most: int = MAX_NUMBER) -> int:
     """A whole number between ``least`` and ``most``."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < least or (most is not None and value > most):  # type: ignore[operator]
-        bounds = f"at least {least}" if most is None else f"{least} to {most:,}"
-        raise ValueError(f"{name} is {_shown(value)}; expected a whole number, {bounds}")
-    return int(value)  # type: ignore[call-overload]
+    if isinstance(value, int) and not isinstance(value, bool) and least <= value <= most:
+        return int(value)
+    bounds = f"at least {least} and below 2^63" if most == MAX_NUMBER else f"{least} to {most:,}"
+    raise ValueError(f"{name} is {_shown(value)}; expected a whole number, {bounds}")
 
 
 def check_threshold(value: object) -> float | None:
@@ -344,12 +353,30 @@ def _default(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
+def _scalars(value: object) -> Iterator[object]:
+    """Every key, text and number in a JSON value."""
+    left = [value]
+    while left:
+        each = left.pop()
+        if isinstance(each, dict):
+            left += [*each, *each.values()]
+        elif isinstance(each, list):
+            left += each
+        else:
+            yield each
+
+
 def _is_scalar(value: object) -> bool:
     if isinstance(value, str):
-        return not any("\ud800" <= char <= "\udfff" for char in value)
-    return isinstance(value, bool) or (isinstance(value, (int, float)) and math.isfinite(value))
+        return not UNUSABLE.search(value)
+    if isinstance(value, int):  # a boolean, too
+        return -MAX_NUMBER - 1 <= value <= MAX_NUMBER
+    return isinstance(value, float) and math.isfinite(value)
 
 
 def _shown(value: object) -> str:
-    shown = ascii(value)
+    try:
+        shown = ascii(value)
+    except ValueError:  # Python writes no number of more than some thousand digits
+        return "a number of too many digits"
     return shown if len(shown) <= 60 else shown[:57] + "..."
