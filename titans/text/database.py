@@ -7,14 +7,14 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from titans.text.records import DamagedStore, StoreError, new_id, utc_now
+from titans.text.store import FORMAT, TOKENIZER, checksum
 from titans.words import sentence
 
-FORMAT = 1
 APPLICATION = 0x5469746D  # marks the file as a memory store
 MAGIC = b"SQLite format 3\0"
 FILE_NAME = "memory.sqlite3"
@@ -22,7 +22,24 @@ FILE_ENDINGS = (".sqlite3", ".sqlite", ".db")
 PAGE = 8192  # five vectors of 384 numbers fill a page; two would leave a quarter of 4096 bytes empty
 PATIENCE = 60.0  # seconds to wait for another process
 CHECKED_AT_OPEN = 64 << 20  # bytes up to which the whole file is checked when it is opened
-TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
+STATES = """CREATE TABLE states (
+    scope INTEGER NOT NULL, count INTEGER NOT NULL, sum INTEGER NOT NULL, state BLOB NOT NULL,
+    PRIMARY KEY (scope, count)
+)"""
+VERSIONS = """CREATE INDEX records_by_text ON records (scope, text_sum);
+CREATE INDEX records_by_replaced ON records (replaces) WHERE replaces IS NOT NULL;
+CREATE TABLE building (file TEXT PRIMARY KEY, pid INTEGER NOT NULL);
+"""
+UPGRADES = {  # from each older format to the next
+    1: f"""
+ALTER TABLE records ADD COLUMN repeats INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE records ADD COLUMN replaces TEXT;
+ALTER TABLE records ADD COLUMN text_sum INTEGER NOT NULL DEFAULT 0;
+UPDATE records SET text_sum = checksum(text);
+DROP TABLE states;
+{STATES};
+{VERSIONS}""",
+}
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
 CREATE TABLE users (
@@ -36,18 +53,16 @@ CREATE TABLE records (
     seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT NOT NULL UNIQUE, user INTEGER NOT NULL, scope INTEGER NOT NULL,
     role TEXT, text TEXT NOT NULL, metadata TEXT NOT NULL, created TEXT NOT NULL, updated TEXT NOT NULL,
     version INTEGER NOT NULL, words INTEGER NOT NULL, sum INTEGER NOT NULL,
-    surprise REAL NOT NULL, uses INTEGER NOT NULL
+    surprise REAL NOT NULL, uses INTEGER NOT NULL, repeats INTEGER NOT NULL DEFAULT 0, replaces TEXT,
+    text_sum INTEGER NOT NULL DEFAULT 0
 );
 CREATE INDEX records_of_user ON records (user, seq);
 CREATE INDEX records_of_scope ON records (scope, seq);
 CREATE TABLE vectors (
     seq INTEGER PRIMARY KEY, encoder TEXT NOT NULL, sum INTEGER NOT NULL, vector BLOB NOT NULL
 );
-CREATE TABLE states (
-    scope INTEGER NOT NULL, count INTEGER NOT NULL, kept INTEGER NOT NULL, sum INTEGER NOT NULL, state BLOB NOT NULL,
-    PRIMARY KEY (scope, count)
-);
-CREATE TABLE events (
+{STATES};
+{VERSIONS}CREATE TABLE events (
     n INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, kind TEXT NOT NULL, id TEXT, seq INTEGER,
     scope INTEGER NOT NULL, version INTEGER, body TEXT, sum INTEGER
 );
@@ -77,6 +92,7 @@ class Database:
 
     Attributes:
         file: the database.
+        name: its path.
         read_only: nothing is written.
         damage: a sentence if the file is damaged, which makes it read-only.
         lock: held by the thread that uses the connection.
@@ -84,6 +100,7 @@ class Database:
 
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         self.file = locate(path)
+        self.name = str(self.file)
         self.read_only = read_only
         self.damage: str | None = None
         self.lock = threading.RLock()
@@ -92,7 +109,8 @@ class Database:
             if self.read_only:
                 raise StoreError(f"there is no memory store at {self.file}")
             try:
-                self.file.parent.mkdir(parents=True, exist_ok=True)
+                self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.file.touch(mode=0o600)  # SQLite gives its other files the same mode
             except OSError as error:
                 raise StoreError(f"{self.file.parent} cannot be made: {error.strerror}") from error
         elif self.file.stat().st_size:
@@ -102,9 +120,18 @@ class Database:
                         f"{self.file} is not a memory store, or its first bytes are damaged; "
                         f"`titans memory recover {self.file} --out NEW` tries to read it"
                     )
+        if not self.read_only:
+            self._make_private(folder=self.file != Path(path))
         with self._as_sentences():
             self._connection = self._connect()
         self._process = os.getpid()
+
+    def _make_private(self, folder: bool) -> None:
+        """Nobody but the owner may look at the files, nor at the folder if it is the store's own."""
+        files = [self.file, *self.file.parent.glob(self.file.name + "-*")]
+        for path in [*files, self.file.parent] if folder else files:
+            with suppress(OSError):  # not the owner
+                path.chmod(0o700 if path.is_dir() else 0o600)
 
     def _connect(self) -> sqlite3.Connection:
         # Where nothing may be written there may be no log of writes to look at: the file is then read as it stands.
@@ -138,19 +165,23 @@ class Database:
         _until_unlocked(lambda: connection.execute("PRAGMA journal_mode = WAL"))
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA secure_delete = ON")
+        connection.create_function("checksum", 1, checksum, deterministic=True)
         with _transaction(connection, "BEGIN IMMEDIATE"):
             if _is_empty(connection):
                 connection.execute(f"PRAGMA application_id = {APPLICATION}")
-                connection.execute(f"PRAGMA user_version = {FORMAT}")
-                for statement in SCHEMA.split(";\n"):
-                    connection.execute(statement)
+                _execute_all(connection, SCHEMA)
                 connection.execute("INSERT INTO meta VALUES ('store', ?), ('made', ?)", (new_id(), utc_now()))
+            else:
+                for format in range(_format(connection), FORMAT):
+                    _execute_all(connection, UPGRADES[format])
+            if _format(connection) != FORMAT:
+                connection.execute(f"PRAGMA user_version = {FORMAT}")
 
     def _identify(self, connection: sqlite3.Connection) -> None:
         """Raises if the file is another program's or a newer version's."""
         if connection.execute("PRAGMA application_id").fetchone()[0] != APPLICATION:
             raise StoreError(f"{self.file} is a database, but not a memory store")
-        format = connection.execute("PRAGMA user_version").fetchone()[0]
+        format = _format(connection)
         if not 1 <= format <= FORMAT:
             raise StoreError(
                 f"{self.file} has format {format} and was made by a newer version of titans; expected {FORMAT} at most"
@@ -159,6 +190,11 @@ class Database:
     def _check(self, connection: sqlite3.Connection) -> None:
         """Raises if the file is not ours, or if it is small enough to be checked and damaged."""
         self._identify(connection)
+        if _format(connection) < FORMAT:
+            raise StoreError(
+                f"{self.file} has format {_format(connection)} of an older version of titans; expected {FORMAT}, so open it "
+                "once for writing, which upgrades it"
+            )
         connection.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
         if not self.damage and self.file.stat().st_size <= CHECKED_AT_OPEN:
             verdict = connection.execute("PRAGMA quick_check(1)").fetchone()[0]
@@ -189,8 +225,11 @@ class Database:
             raise StoreError(f"{self.file} cannot be {verb}: {sentence(error)}") from error
 
     @contextmanager
-    def writing(self) -> Iterator[None]:
-        """One transaction: all of it is on the disk at the end, or nothing of it if anything is raised."""
+    def writing(self, alone: bool = False) -> Iterator[None]:
+        """One transaction: all of it is on the disk at the end, or nothing of it if anything is raised.
+
+        Nobody else writes meanwhile, whether ``alone`` is asked for or not.
+        """
         with self.lock:
             self._reconnect_after_fork()
             self.require_writable()
@@ -275,6 +314,15 @@ def _transaction(connection: sqlite3.Connection, begin: str) -> Iterator[None]:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
         raise
+
+
+def _execute_all(connection: sqlite3.Connection, statements: str) -> None:
+    for statement in statements.split(";\n"):
+        connection.execute(statement)
+
+
+def _format(connection: sqlite3.Connection) -> int:
+    return int(connection.execute("PRAGMA user_version").fetchone()[0])
 
 
 def _is_empty(connection: sqlite3.Connection) -> bool:

@@ -9,13 +9,16 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from titans.files import write_atomically
 from titans.text.records import StoreError
-from titans.text.sqlite import Segment, SqliteStore, UserRow
+from titans.text.store import Selection
+
+if TYPE_CHECKING:
+    from titans.text.sqlite import SqliteStore
 
 EXACT = 20_000  # records of a user that are searched one by one; beyond that there are files
 SEGMENT = 10_000  # records of a file
@@ -28,30 +31,45 @@ EXPANSION = 64  # candidates that usearch follows
 
 def nearest_exact(matrix: np.ndarray, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
     """The rows of (n, width) with the highest product with a vector, and the products, best first."""
-    scores = matrix @ vector
+    return highest(matrix @ vector, many)
+
+
+def highest(scores: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
+    """The places of the highest of some scores, and these, best first; among equals the later one."""
     many = min(many, len(scores))
     if many < len(scores):
         rows = np.argpartition(-scores, many - 1)[:many] if many else np.empty(0, dtype=np.int64)
     else:
         rows = np.arange(len(scores))
-    rows = rows[np.lexsort((-rows, -scores[rows]))]  # among equals the later one
+    rows = rows[np.lexsort((-rows, -scores[rows]))]
     return rows, scores[rows]
 
 
+def _best(parts: Sequence[tuple[np.ndarray, np.ndarray]], many: int) -> tuple[np.ndarray, np.ndarray]:
+    """The best of several lists of records and their products."""
+    seqs, scores = (np.concatenate(each) for each in zip(*parts, strict=True))
+    order = np.lexsort((-seqs, -scores))[:many]
+    return seqs[order], scores[order]
+
+
 @dataclass(frozen=True)
-class Selection:
-    """The records of one user that are searched.
+class UserRow:
+    """A user of the store; the epoch moves when something of the user's is erased."""
 
-    Attributes:
-        name, user: the user.
-        scopes: numbers of the scopes; None: all of the user's.
-        matching: sequence numbers of the records that pass a filter; None: there is no filter.
-    """
+    id: int
+    count: int
+    epoch: int
 
-    name: str
-    user: UserRow
-    scopes: Sequence[int] | None = None
-    matching: np.ndarray | None = None
+
+@dataclass(frozen=True)
+class Segment:
+    """A file of the index, the range of records of a user that it covers, how many, and the checksum of its bytes."""
+
+    file: str
+    low: int
+    high: int
+    count: int
+    sum: int
 
 
 @dataclass
@@ -61,8 +79,7 @@ class Catalogue:
     Attributes:
         seqs, scopes, lengths: (n,), for each record its sequence number, its scope and its number of words.
         open_seqs, open_vectors: (m,) and (m, width), the records that no file of the index covers.
-        files: the open files of the index by name.
-        projected: the open vectors in the neural memory's space, made when first asked for.
+        files: the open files of the index by name; None for one that is missing or damaged.
         epoch, event: of the user, and the last line of the log, when the records were read.
         state: which records and files the open vectors belong to.
     """
@@ -75,35 +92,24 @@ class Catalogue:
     lengths: np.ndarray
     open_seqs: np.ndarray
     open_vectors: np.ndarray
-    files: dict[str, tuple[Segment, Any]] = field(default_factory=dict)
-    projected: np.ndarray | None = None
+    files: dict[str, tuple[Segment, Any] | None] = field(default_factory=dict)
     state: tuple[Any, ...] = ()
-
-    def allowed(self, selection: Selection) -> np.ndarray | None:
-        """(n,) bool: which of the records are selected; None if all are."""
-        if selection.scopes is None and selection.matching is None:
-            return None
-        mask = np.ones(len(self.seqs), dtype=bool)
-        if selection.scopes is not None:
-            mask &= np.isin(self.scopes, selection.scopes)
-        if selection.matching is not None:
-            mask &= np.isin(self.seqs, selection.matching)
-        return None if mask.all() else mask
 
 
 class LocalIndex:
     """The vector index of a store on this machine: exact for small users, files of usearch for large ones."""
 
-    def __init__(self, store: SqliteStore, width: int) -> None:
-        self.store, self.width = store, width
+    def __init__(self, store: SqliteStore) -> None:
+        self.store = store
         self._users: OrderedDict[int, Catalogue] = OrderedDict()
 
-    def catalogue(self, user: UserRow, vectors: bool = True) -> Catalogue:
+    def catalogue(self, number: int, vectors: bool = True) -> Catalogue:
         """A user's records as they are in the store now; called while the store is being read."""
+        user = self.store.user_row(number)
         known = self._users.get(user.id)
         if known is None or (known.epoch != user.epoch and not self._patch(known, user)):
             none = np.empty(0, dtype=np.int64)
-            matrix = np.empty((0, self.width), dtype=np.float32)
+            matrix = np.empty((0, int(self.store.get_meta("width") or 0)), dtype=np.float32)
             known = Catalogue(user.id, user.epoch, self.store.last_event(), none, none, none, none, matrix)
             self._users[user.id] = known
         self._users.move_to_end(user.id)
@@ -120,6 +126,18 @@ class LocalIndex:
             self._users.popitem(last=False)
         return known
 
+    def allowed(self, known: Catalogue, selection: Selection) -> np.ndarray | None:
+        """(n,) bool: which of a user's records are selected; None if all are."""
+        matching = self.store.matching(selection)
+        if selection.scopes is None and matching is None:
+            return None
+        mask = np.ones(len(known.seqs), dtype=bool)
+        if selection.scopes is not None:
+            mask &= np.isin(known.scopes, selection.scopes)
+        if matching is not None:
+            mask &= np.isin(known.seqs, matching)
+        return None if mask.all() else mask
+
     def _patch(self, known: Catalogue, user: UserRow) -> bool:
         """Follows what was erased or replaced since; False if that is too much, and everything must be read again."""
         changed = self.store.changes_after(known.event, PATCHED + 1)
@@ -133,7 +151,7 @@ class LocalIndex:
         known.seqs, known.scopes, known.lengths = (column[order] for column in joined)
         stay = ~np.isin(known.open_seqs, changed)
         known.open_seqs, known.open_vectors = known.open_seqs[stay], known.open_vectors[stay]
-        known.epoch, known.event, known.state, known.projected = user.epoch, self.store.last_event(), (), None
+        known.epoch, known.event, known.state = user.epoch, self.store.last_event(), ()
         return True
 
     def _refresh(self, known: Catalogue) -> None:
@@ -147,9 +165,9 @@ class LocalIndex:
         for name, segment in segments.items():
             if name not in known.files:
                 opened = _open_file(self.store.index_folder / name, segment.sum)
-                if opened is None:
-                    continue
-                known.files[name] = (segment, opened)
+                known.files[name] = None if opened is None else (segment, opened)
+            if known.files[name] is None:
+                continue
             low, high = np.searchsorted(known.seqs, [segment.low, segment.high + 1])
             uncovered[low:high] = False
         known.state = state
@@ -161,60 +179,67 @@ class LocalIndex:
         missing = wanted[~np.isin(wanted, seqs)]
         if len(missing):
             later = not len(seqs) or missing[0] > seqs[-1]
-            found, matrix = self.store.vectors_between(known.user, int(missing[0]), int(missing[-1]), self.width)
+            width = known.open_vectors.shape[1]
+            found, matrix = self.store.vectors_between(known.user, int(missing[0]), int(missing[-1]), width)
             new = np.isin(found, missing)
             seqs, vectors = np.concatenate([seqs, found[new]]), np.concatenate([vectors, matrix[new]])
             if not later:
                 order = np.argsort(seqs, kind="stable")
                 seqs, vectors = seqs[order], vectors[order]
-        known.open_seqs, known.open_vectors, known.projected = seqs, vectors, None
+        known.open_seqs, known.open_vectors = seqs, vectors
 
-    def nearest(self, selection: Selection, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sequence numbers of the nearest records of a selection, and their cosines, best first."""
+    def nearest(self, selection: Selection, vectors: np.ndarray, many: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each vector of (n, width), the numbers of the nearest records and their cosines, best first."""
         known = self.catalogue(selection.user)
-        allowed = known.allowed(selection)
-        seqs, vectors = known.open_seqs, known.open_vectors
+        allowed = self.allowed(known, selection)
+        seqs, matrix = known.open_seqs, known.open_vectors
         if allowed is not None:
             inside = among(seqs, known.seqs[allowed])
-            seqs, vectors = seqs[inside], vectors[inside]
-        rows, scores = nearest_exact(vectors, vector, many)
-        found, cosines = [seqs[rows]], [scores]
-        for segment, opened in known.files.values():
+            seqs, matrix = seqs[inside], matrix[inside]
+        parts = [[(seqs[rows], scores)] for rows, scores in (highest(each, many) for each in vectors @ matrix.T)]
+        for segment, opened in filter(None, known.files.values()):
             low, high = np.searchsorted(known.seqs, [segment.low, segment.high + 1])
             may = None if allowed is None or allowed[low:high].all() else known.seqs[low:high][allowed[low:high]]
-            part = _search_file(opened, vector, may, int(high - low), many)
-            found.append(part[0])
-            cosines.append(part[1])
-        everything, scores = np.concatenate(found), np.concatenate(cosines)
-        order = np.lexsort((-everything, -scores))[:many]
-        return everything[order], scores[order]
+            for part, found in zip(parts, _search_file(opened, vectors, may, int(high - low), many), strict=True):
+                part.append(found)
+        return [_best(part, many) for part in parts]
 
-    def build(self, user: str) -> int:
-        """Writes files for a user's records once enough of them are in no file; returns how many were written."""
+    def build(self, user: int) -> None:
+        """Writes files for a user's records once enough of them are in no file that can be read."""
         with self.store.reading():
-            row = self.store.find_user(user)
-            if row is None or row.count < EXACT:
-                return 0
-            covered = self.store.segments(row.id)
-            if row.count - sum(segment.count for segment in covered) < (SEGMENT if covered else EXACT):
-                return 0
-            known = self.catalogue(row)
-            seqs, vectors = known.open_seqs, known.open_vectors
-        return sum(self._build_file(user, row, seqs[low:high], vectors[low:high]) for low, high in _runs(seqs, covered))
+            row = self.store.user_row(user)
+            covered = self.store.segments(user)
+            if row.count < EXACT and not covered:
+                return
+            lost = [segment for segment in covered if not (self.store.index_folder / segment.file).is_file()]
+            if not lost and row.count - sum(each.count for each in covered) < (SEGMENT if covered else EXACT):
+                return
+            known = self.catalogue(user)
+            lost = [segment for segment in covered if known.files.get(segment.file) is None]
+        if lost:
+            with self.store.writing():
+                for segment in lost:
+                    self.store.drop_segment(segment.file)
+        with self.store.reading():
+            known = self.catalogue(user)
+            epoch, seqs, vectors = known.epoch, known.open_seqs, known.open_vectors
+            runs = _runs(seqs, self.store.segments(user))
+        for low, high in runs:
+            self._build_file(user, epoch, seqs[low:high], vectors[low:high])
 
-    def _build_file(self, user: str, row: UserRow, seqs: np.ndarray, vectors: np.ndarray) -> int:
-        name, data = f"{uuid.uuid4().hex}.usearch", _make_file(seqs, vectors)
-        write_atomically(self.store.index_folder / name, data)
+    def _build_file(self, user: int, epoch: int, seqs: np.ndarray, vectors: np.ndarray) -> None:
+        name = f"{uuid.uuid4().hex}.usearch"
+        path = self.store.index_folder / name
+        with self.store.writing():
+            self.store.begin_building(name)
+        data = _make_file(seqs, vectors)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        write_atomically(path, data, private=True)
         segment = Segment(name, int(seqs[0]), int(seqs[-1]), len(seqs), zlib.crc32(data))
         with self.store.writing():
-            now = self.store.find_user(user)
-            # Something of this user may have been erased meanwhile: a file that still holds it must not stay.
-            valid = now is not None and (now.id, now.epoch) == (row.id, row.epoch)
-            if valid:
-                self.store.add_segment(row.id, segment)
+            valid = self.store.end_building(user, epoch, segment)
         if not valid:
-            (self.store.index_folder / name).unlink(missing_ok=True)
-        return int(valid)
+            path.unlink(missing_ok=True)
 
 
 def among(seqs: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -275,21 +300,26 @@ def _open_file(path: Path, sum: int) -> Any:
 
 
 def _search_file(
-    index: Any, vector: np.ndarray, may: np.ndarray | None, size: int, many: int
+    index: Any, vectors: np.ndarray, may: np.ndarray | None, size: int, many: int
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """For each vector the nearest records of a file, best first; ``may``: those that may be found, None if all may."""
+    if may is None:
+        found = index.search(vectors, min(many, size))
+        rows = zip(found.keys, found.distances, found.counts, strict=True)
+        return [(keys[:count].astype(np.int64), 1 - far[:count]) for keys, far, count in rows]
+    if WIDER * len(may) < size:
+        matrix = np.asarray(index.get(may.astype(np.uint64)), dtype=np.float32).reshape(len(may), vectors.shape[1])
+        return [(may[rows], scores) for rows, scores in (highest(each, many) for each in vectors @ matrix.T)]
+    return [_search_among(index, vector, may, size, many) for vector in vectors]
+
+
+def _search_among(
+    index: Any, vector: np.ndarray, may: np.ndarray, size: int, many: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The nearest records of a file, best first; ``may``: those that may be found, None if all may."""
-    if may is not None and not len(may):
-        return np.empty(0, dtype=np.int64), np.empty(0, dtype=np.float32)
-    if may is not None and WIDER * len(may) < size:
-        vectors = np.asarray(index.get(may.astype(np.uint64)), dtype=np.float32)
-        rows, scores = nearest_exact(vectors, vector, many)
-        return may[rows], scores
     asked = many
     while True:
         found = index.search(vector, min(asked, size))
         seqs, scores = found.keys.astype(np.int64), 1 - found.distances
-        if may is None:
-            return seqs, scores
         inside = np.isin(seqs, may)
         if int(inside.sum()) >= min(many, len(may)) or asked >= size:
             return seqs[inside][:many], scores[inside][:many]

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from titans.files import write_atomically
-from titans.text.database import FORMAT
+from titans.files import replacing
+from titans.ops import MemoryState
 from titans.text.encoder import Progress, TextEncoder
-from titans.text.index import LocalIndex, Selection
+from titans.text.location import default_store, is_server
 from titans.text.neural import NeuralTextMemory, ScopeMemory
-from titans.text.qdrant import QdrantIndex
 from titans.text.ranking import Eviction, Ranking, choose_evicted
 from titans.text.records import (
     MAX_FOUND,
@@ -44,11 +43,15 @@ from titans.text.records import (
     utc_now,
 )
 from titans.text.replay import Replay, advance
-from titans.text.search import Search
-from titans.text.sqlite import ScopeRow, SqliteStore, State
+from titans.text.search import Search, Voice
+from titans.text.sqlite import SqliteStore
+from titans.text.store import FORMAT, ScopeRow, Selection, State, Store
+from titans.text.versions import LEAST_COSINE, find_older_version
 
 BATCH = 1_000  # texts that are encoded and written at a time
 SCOPES_KEPT = 64  # scopes whose memories stay in this process
+NEAREST = 8  # records that a new text is compared with, to find what it replaces
+VOICES = 16  # scopes whose memories are asked in one search, those written to last
 
 
 class Update(NamedTuple):
@@ -59,34 +62,42 @@ class Update(NamedTuple):
     keep_old: bool
 
 
+class Known(NamedTuple):
+    """A scope's memory as this process keeps it."""
+
+    version: int
+    memory: ScopeMemory
+    state: MemoryState | None = None  # after all texts, made when first asked
+
+
 class Memory:
     """A store of texts with a neural memory per scope; safe to share between threads and between processes.
 
     Every text belongs to a user, and may belong to an agent and a session. Each such triple is a scope with a neural
     memory of its own, which is a pure function of the scope's texts in their order. A search with fewer names covers
     all records of that user that match those given. No call reads or counts another user's records, except those that
-    concern the whole store: ``stats``, ``scopes`` and ``export`` without a user, ``reindex``, eviction.
+    concern the whole store: ``stats``, ``scopes`` and ``export`` without a user, ``reindex``, ``import_``, eviction.
 
     Args:
-        path: folder of the store, or its file if the name ends in .sqlite3, .sqlite or .db; made if it does not exist.
+        path: folder of the store, or its file if the name ends in .sqlite3, .sqlite or .db, made if it does not exist;
+            or the URL of a PostgreSQL database, ``postgresql://...``; default: see
+            :func:`titans.text.location.default_store`.
         encoder: what turns texts into vectors, or its folder or name; default: the one that ships with the package.
         neural: the neural memory's projections, or their folder; default: untrained ones.
         limit: the largest number of records in the store; beyond it, ``eviction`` says which are erased.
         ranking: how the signals of a search are weighted.
-        eviction: a policy, or its name: ``"surprise"``, ``"fifo"``, ``"random"`` or ``"longest"``.
-        url: uses Qdrant as the vector index: the URL of a server, a folder for its local mode, or ":memory:".
+        eviction: a policy, or its name: see :class:`Eviction`.
         read_only: nothing is written, and the store must exist.
     """
 
     def __init__(
         self,
-        path: str | Path = "titans-memory",
+        path: str | Path | None = None,
         encoder: TextEncoder | str | Path | None = None,
         neural: NeuralTextMemory | str | Path | None = None,
         limit: int | None = None,
         ranking: Ranking = Ranking(),  # noqa: B008 (frozen)
-        eviction: Eviction | str = "surprise",
-        url: str | None = None,
+        eviction: Eviction | str = Eviction(),  # noqa: B008 (frozen)
         read_only: bool = False,
     ) -> None:
         self.limit = None if limit is None else check_count(limit, "limit", 1)
@@ -96,12 +107,9 @@ class Memory:
         self._neural: NeuralTextMemory | str | Path | None = neural
         self._untrained = False  # the projections are the default ones
         self._version: str | None = None
-        self._memories: OrderedDict[int, tuple[int, ScopeMemory]] = OrderedDict()
+        self._memories: OrderedDict[int, Known] = OrderedDict()
         self._uses: Counter[int] = Counter()
-        self._local: LocalIndex | None = None
-        self._qdrant: QdrantIndex | None = None
-        self.url = url
-        self.store = SqliteStore(path, read_only)
+        self.store = open_store(default_store() if path is None else path, read_only)
         self._lock = self.store.lock  # one lock for all: two could wait for each other
         if self.store.damage:
             warnings.warn(self.store.damage, stacklevel=2)
@@ -120,8 +128,6 @@ class Memory:
                     self._write_uses()
             except StoreError:  # counting uses is not worth a failure at the end
                 pass
-        if self._qdrant is not None:
-            self._qdrant.close()
         self.store.close()
 
     @property
@@ -199,10 +205,14 @@ class Memory:
                     metadata=check_metadata(data), created=moment, updated=moment,
                 )
             )  # fmt: skip
-        return self._write(records)
+        return self._write(records, merge=True)
 
-    def _write(self, records: Sequence[Record]) -> list[Record]:
-        """Writes records in one transaction, each scope's memory with them; returns them with their surprise."""
+    def _write(self, records: Sequence[Record], merge: bool = False) -> list[Record]:
+        """Writes records in one transaction, each scope's memory with them; returns them as they are in the store.
+
+        With ``merge``, exact repeats are counted instead of written, and new versions of a statement are linked to the
+        one before.
+        """
         if not records:
             return []
         self.store.require_writable()
@@ -211,31 +221,107 @@ class Memory:
         for index, record in enumerate(records):
             groups.setdefault(record.scope, []).append(index)
         written = list(records)
+        new: list[int] = []
+        repeats: dict[int, int] = {}  # of another of these records
         memories = {}
+        self._take_if_empty()
         with self.store.writing():
-            self._check_fits(take=True)
-            rows = {scope: self.store.make_scope(scope) for scope in groups}
-            for scope, members in groups.items():
-                row = rows[scope]
+            self._check_fits()
+            # In a fixed order, so that two writers never wait for each other.
+            order = sorted(groups, key=lambda scope: (scope.user, scope.agent or "", scope.session or ""))
+            rows = {scope: self.store.make_scope(scope) for scope in order}
+            for scope, row in rows.items():
+                members = groups[scope]
+                if merge:
+                    members = self._count_repeats(row, members, written, repeats)
+                    self._link_versions(row, members, written, vectors)
+                if not members:
+                    continue
                 memory, surprises, states = advance(self.neural, self._memory_of(row), vectors[members])
                 self.store.put_states(row.id, states)
                 self.store.advance_scope(row.id, len(members))
-                memories[row.id] = (row.version + 1, memory)
+                memories[row.id] = Known(row.version + 1, memory)
                 for index, surprise in zip(members, surprises, strict=True):
-                    written[index] = replace(records[index], surprise=float(surprise))
-            seqs = [
-                self.store.insert(record, rows[record.scope], vector, self.encoder.fingerprint)
-                for record, vector in zip(written, vectors, strict=True)
-            ]
+                    written[index] = replace(written[index], surprise=float(surprise))
+                new += members
+            new.sort()
+            seqs = self.store.insert([written[index] for index in new], rows, vectors[new], self.encoder.fingerprint)
             self._write_uses()
         for scope_id, known in memories.items():
             self._remember(scope_id, known)
-        self._evict(frozenset(seqs))
-        self._follow()
-        if self.url is None:
+        for index, first in repeats.items():
+            written[index] = written[first]
+        with self._after_commit():
+            self._evict(frozenset(seqs))
             for user in {record.user for record in records}:
-                self._index().build(user)
+                self.store.build_index(user)
         return written
+
+    def _count_repeats(
+        self, row: ScopeRow, members: Sequence[int], records: list[Record], repeats: dict[int, int]
+    ) -> list[int]:
+        """Counts what the scope has been told before; returns the members that are new.
+
+        In ``records`` what was told before takes the place of its repeat; ``repeats`` notes those of other members.
+        """
+        known = self.store.find_same(row.id, [records[index] for index in members])
+        new: dict[tuple[str, str | None, str], int] = {}
+        for place, index in enumerate(members):
+            record = records[index]
+            if place in known:
+                seq, id = known[place]
+                self.store.repeat(seq, record.created)
+                records[index] = self._find_or_raise(id, record.user)[1]
+                continue
+            first = new.setdefault((record.text, record.role, json.dumps(record.metadata, sort_keys=True)), index)
+            if first != index:
+                repeats[index] = first
+                records[first] = replace(
+                    records[first],
+                    repeats=records[first].repeats + 1,
+                    updated=max(records[first].updated, record.created),
+                )
+        return list(new.values())
+
+    def _link_versions(self, row: ScopeRow, members: Sequence[int], records: list[Record], vectors: np.ndarray) -> None:
+        """Notes of each text which text of its scope it replaces: one that says the same with another value."""
+        near: list[list[tuple[int, float]]] = [[] for _ in members]
+        if row.count and members:
+            for each, (seqs, cosines) in zip(
+                near, self.store.nearest(Selection(row.user, (row.id,)), vectors[members], NEAREST), strict=True
+            ):
+                each += [
+                    (int(seq), float(value)) for seq, value in zip(seqs, cosines, strict=True) if value >= LEAST_COSINE
+                ]
+        texts = self.store.records(sorted({seq for each in near for seq, _ in each}))
+        newer: dict[str, str] = {}
+        for place, index in enumerate(members):
+            before = members[max(0, place - BATCH) : place]
+            cosines = vectors[before] @ vectors[index]
+            candidates = [(texts[seq], cosine) for seq, cosine in near[place]]
+            close = np.flatnonzero(cosines >= LEAST_COSINE).tolist()
+            candidates += [(records[before[i]], float(cosines[i])) for i in close]
+            old = find_older_version(records[index], candidates)
+            if old is not None:
+                id = self._newest_version(old.id, newer)
+                newer[id] = records[index].id
+                records[index] = replace(records[index], replaces=id)
+
+    def _newest_version(self, id: str, newer: Mapping[str, str]) -> str:
+        """The last of the versions of a statement; ``newer`` has those that are not in the store yet."""
+        while True:
+            following = newer.get(id) or self.store.newer_versions([id]).get(id)
+            if following is None:
+                return id
+            id = following
+
+    @contextmanager
+    def _after_commit(self) -> Iterator[None]:
+        """What is written stays written: what fails after that is told, not raised, or it would be written twice."""
+        try:
+            yield
+        except (StoreError, OSError) as error:
+            warnings.warn(f"everything is written to {self.store.name}, but afterwards: {error}", stacklevel=4)
 
     def search(
         self,
@@ -253,8 +339,8 @@ class Memory:
 
         Args:
             query: the question.
-            user, agent, session: whose records; None matches any agent or session. The neural signal, if the ranking
-                has one, comes from the memory of exactly this triple.
+            user, agent, session: whose records; None matches any agent or session. The neural signal comes from the
+                memories of the scopes that match, of those written to last if there are more than a few.
             filters: on metadata, such as ``{"topic": "food"}``, ``{"year": {"gte": 2020}}``; see ``check_filters``.
             limit: the largest number of hits.
             threshold: records whose cosine with the question is lower are left out, and counted. (The cosine is the
@@ -267,26 +353,24 @@ class Memory:
         limit = check_count(limit, "limit", 1, MAX_FOUND)
         threshold = check_threshold(threshold)
         with self.store.reading():
-            if self._select(scope, {}) is None:
+            if self.store.select(scope, {}) is None:
                 return Found([], 0, threshold, f"nothing is remembered of {scope}")
         vector = self.encoder.encode([query])[0]
-        self._follow()
         with self.store.reading():
             self._check_fits()
-            selection = self._select(scope, tests)
+            selection = self.store.select(scope, tests)
             if selection is None:
                 return Found([], 0, threshold, f"nothing is remembered of {scope}")
-            local = self._index()
-            index = local if self.url is None else self._mirror()
-            answer = self._answer(vector, scope) if self.ranking.neural else None
-            search = Search(self.store, local, index, selection, query, vector, answer, self._project)
-            found, seqs = search.find(self.ranking, limit, threshold)
-            if count_uses:
+            voice = self._voice(selection, vector) if self.ranking.neural else None
+            search = Search(self.store, selection, query, vector, voice, self._project, self.ranking)
+            found, seqs = search.find(limit, threshold)
+        if count_uses:
+            with self._lock:
                 self._uses.update(seqs)
-            return found
+        return found
 
-    def use(self, ids: Sequence[str], *, user: str | None = None) -> None:
-        """Counts records as used once more; with ``user``, only those of that user. Unknown ids are skipped.
+    def use(self, ids: Sequence[str], *, user: str = "default") -> None:
+        """Counts records of a user as used once more; unknown ids are skipped.
 
         The count is written with the next text, or when the memory is closed.
         """
@@ -296,25 +380,12 @@ class Memory:
         with self._lock:
             self._uses.update(seq for seq, _ in filter(None, found))
 
-    def _select(self, scope: Scope, tests: Mapping[str, Mapping[str, Any]]) -> Selection | None:
-        """The records of a user that match the names and pass the tests; None if the names match none."""
-        user = self.store.find_user(scope.user)
-        if user is None or not user.count:
-            return None
-        scopes = None
-        if scope.agent is not None or scope.session is not None:
-            scopes = self.store.matching_scopes(user.id, scope.agent, scope.session)
-            if not scopes:
-                return None
-        return Selection(scope.user, user, scopes, self.store.matching(user.id, tests) if tests else None)
-
-    def _answer(self, vector: np.ndarray, scope: Scope) -> np.ndarray | None:
-        """What the memory of exactly this scope answers to a question; None if nothing was written to it."""
-        row = self.store.find_scope(scope)
-        if row is None or not row.count:
-            return None
-        answer: np.ndarray = self.neural.turn(self._memory_of(row), torch.from_numpy(vector[None])).o[0].numpy()
-        return answer
+    @torch.no_grad()
+    def _voice(self, selection: Selection, vector: np.ndarray) -> Voice:
+        """What the memories of a selection's scopes do not expect of a question."""
+        states = [self._state_of(row) for row in self.store.rows_of(selection, VOICES)]
+        left = self.neural.unexpected(states, torch.from_numpy(vector)[None])[0]
+        return Voice(left.numpy(), (left @ self.neural.to_dim.weight).numpy())
 
     @torch.no_grad()
     def _project(self, vectors: np.ndarray) -> np.ndarray:
@@ -324,23 +395,21 @@ class Memory:
     def _vectors(self, seqs: Sequence[int] | np.ndarray) -> np.ndarray:
         return self.store.vectors([int(seq) for seq in seqs], self._width())
 
-    def get(self, id: str, *, user: str | None = None) -> Record | None:
-        """A record by its id, None if there is none; with ``user``, only one of that user."""
+    def get(self, id: str, *, user: str = "default") -> Record | None:
+        """A record of a user by its id; None if there is none."""
         found = self._find(id, user)
         return None if found is None else found[1]
 
-    def _find(self, id: str, user: str | None) -> tuple[int, Record] | None:
+    def _find(self, id: str, user: str) -> tuple[int, Record] | None:
         check_name(id, "id")
-        if user is not None:
-            check_name(user, "user")
+        check_name(user, "user")
         with self.store.reading():
-            found = self.store.find(id)
-        return found if found is None or user is None or found[1].user == user else None
+            return self.store.find(id, user)
 
-    def _find_or_raise(self, id: str, user: str | None) -> tuple[int, Record]:
+    def _find_or_raise(self, id: str, user: str) -> tuple[int, Record]:
         found = self._find(id, user)
         if found is None:
-            raise UnknownRecord(f"there is no record {id!r}" + ("" if user is None else f" of user {user!r}"))
+            raise UnknownRecord(f"there is no record {id!r} of user {user!r}")
         return found
 
     def records(
@@ -356,13 +425,8 @@ class Memory:
         scope, tests = Scope(user, agent, session), check_filters(filters)
         limit = check_count(limit, "limit", 1)
         with self.store.reading():
-            selection = self._select(scope, tests)
-            if selection is None:
-                return []
-            known = self._index().catalogue(selection.user, vectors=False)
-            allowed = known.allowed(selection)
-            seqs = known.seqs if allowed is None else known.seqs[allowed]
-            return list(self.store.records(seqs[::-1][:limit]).values())
+            selection = self.store.select(scope, tests)
+            return [] if selection is None else self.store.newest(selection, limit)
 
     def update(
         self,
@@ -370,7 +434,7 @@ class Memory:
         text: str | None = None,
         metadata: Mapping[str, Any] | None = None,
         *,
-        user: str | None = None,
+        user: str = "default",
         keep_old: bool = False,
     ) -> Record:
         """Replaces a record's text or metadata; returns the record.
@@ -394,39 +458,37 @@ class Memory:
                 vector = None
             if self._change({seq}, "update", Update(record, vector, keep_old)):
                 break
-        self._follow()
         return self._find_or_raise(id, user)[1]
 
-    def delete(self, id: str | Sequence[str], *, user: str | None = None) -> int:
-        """Erases a record, or several at once; returns how many.
+    def delete(self, id: str | Sequence[str], *, user: str = "default") -> int:
+        """Erases a record of a user, or several at once; returns how many.
 
         Text, vector, words and the texts in the log go, and the scope's memory is made again without them by replay:
-        bit for bit that of a store which never saw them. With ``user``, only that user's records can be erased.
+        bit for bit that of a store which never saw them.
         """
         ids = [id] if isinstance(id, str) else list(id)
         self.store.require_writable()
         seqs = {self._find_or_raise(one, user)[0] for one in ids}
         self._change(seqs, "delete")
-        self._follow()
         return len(seqs)
 
-    def delete_all(self, *, user: str, agent: str | None = None, session: str | None = None) -> int:
-        """Erases every record of a user, or those of an agent or session, with their history; returns how many.
+    def delete_all(
+        self, *, user: str, agent: str | None = None, session: str | None = None, below: bool = False
+    ) -> int:
+        """Erases every record of exactly this scope, with its history and its name; returns how many.
 
-        Nothing of such a scope stays in the store, not even its name.
+        With ``below``, those of every scope of the user that has the names given: of all agents and sessions if only
+        the user is given.
         """
         scope = Scope(user, agent, session)
         with self.store.writing():
-            row = self.store.find_user(scope.user)
-            if row is None:
-                return 0
-            scopes = self.store.matching_scopes(row.id, scope.agent, scope.session, empty=True)
+            scopes = self.store.matching_scopes(scope, below)
             count = sum(self.store.remove_scope(number) for number in scopes)
             self.store.begin_erasing()
         for number in scopes:
             self._memories.pop(number, None)
-        self.store.finish_erasing()
-        self._follow()
+        with self._after_commit():
+            self.store.finish_erasing()
         return count
 
     def _change(self, seqs: set[int], kind: str, update: Update | None = None) -> bool:
@@ -436,33 +498,29 @@ class Memory:
         """
         vector = None if update is None else update.vector
         only_metadata = update is not None and vector is None
-
-        def scopes() -> dict[ScopeRow, list[int]]:
-            return {} if only_metadata else self.store.scopes_holding(seqs)
-
         with self.store.reading():
-            before = scopes()
+            before = {} if only_metadata else self.store.lock_scopes(seqs)
         # Replayed before the transaction, which others wait for; again inside it if they wrote to the scope meanwhile.
         replays = {scope: self._replay(scope, members, vector) for scope, members in before.items()}
         memories = {}
         with self.store.writing():
+            locked = self.store.lock_scopes(seqs)
             if update is not None:
                 if vector is not None:
                     self._check_fits()
-                now = self.store.find(update.record.id)
+                now = self.store.find(update.record.id, update.record.user)
                 if now is None or now[1].version != update.record.version - 1:
                     return False
-            for scope, members in scopes().items():
+            for scope, members in () if only_metadata else locked.items():
                 replay = replays.get(scope) or self._replay(scope, members, vector)
                 self.store.drop_states(scope.id, replay.base)
                 self.store.put_states(scope.id, replay.states)
                 self.store.set_surprises(replay.surprises)
                 self.store.advance_scope(scope.id, -len(members) if update is None else 0)
                 if replay.memory is not None:
-                    memories[scope.id] = (scope.version + 1, replay.memory)
+                    memories[scope.id] = Known(scope.version + 1, replay.memory)
                 if update is None:
-                    for seq in members:
-                        self.store.remove(seq, kind)
+                    self.store.remove(members, kind)
             if update is not None:
                 encoder = "" if vector is None else self.encoder.fingerprint
                 self.store.change(min(seqs), update.record, vector, encoder, update.keep_old)
@@ -472,7 +530,8 @@ class Memory:
         if update is None:
             for seq in seqs:
                 self._uses.pop(seq, None)
-        self.store.finish_erasing()
+        with self._after_commit():
+            self.store.finish_erasing()
         return True
 
     def _replay(self, scope: ScopeRow, touched: Sequence[int], vector: np.ndarray | None) -> Replay:
@@ -505,11 +564,21 @@ class Memory:
         many = count - self.limit + int(self.limit * self.eviction.spare)
         self._change(set(choose_evicted(rows, many, self.eviction, new)), "evict")
 
-    def history(self, id: str, *, user: str | None = None) -> list[Event]:
-        """What happened to a record, oldest first; erased texts are None. Empty for an unknown id."""
+    def history(self, id: str, *, user: str = "default") -> list[Event]:
+        """What happened to a record of a user and to the versions that it replaced, oldest first.
+
+        Erased texts are None. Empty for an unknown id.
+        """
         check_name(id, "id")
+        check_name(user, "user")
+        events: list[Event] = []
         with self.store.reading():
-            return self.store.history(id, user)
+            following: str | None = id
+            while following is not None:
+                events = self.store.history(following, user) + events
+                found = self.store.find(following, user)
+                following = None if found is None else found[1].replaces
+        return events
 
     def surprise(
         self, text: str, *, user: str = "default", agent: str | None = None, session: str | None = None
@@ -533,8 +602,8 @@ class Memory:
     def _memory_of(self, row: ScopeRow) -> ScopeMemory:
         """A scope's memory: as kept in this process, or the last state and the texts since."""
         known = self._memories.get(row.id)
-        if known is not None and known[0] == row.version:
-            return known[1]
+        if known is not None and known.version == row.version:
+            return known.memory
         state = self.store.find_state(row.id, row.count)
         memory = self.neural.empty() if state is None else self.neural.unpack(state)
         rest = self.store.scope_seqs(row.id, memory.count)
@@ -542,10 +611,20 @@ class Memory:
             memory = self.neural.write(memory, torch.from_numpy(self._vectors(rest)))[0]
         if memory.count != row.count:
             raise StoreError(f"scope {row.id} has {memory.count} texts; expected {row.count}, so reindex the store")
-        self._remember(row.id, (row.version, memory))
+        self._remember(row.id, Known(row.version, memory))
         return memory
 
-    def _remember(self, scope: int, known: tuple[int, ScopeMemory]) -> None:
+    def _state_of(self, row: ScopeRow) -> MemoryState:
+        """A scope's memory after all its texts, ready to be read."""
+        memory = self._memory_of(row)
+        known = self._memories.get(row.id)
+        if known is not None and known.version == row.version and known.state is not None:
+            return known.state
+        state = self.neural.current(memory)
+        self._remember(row.id, Known(row.version, memory, state))
+        return state
+
+    def _remember(self, scope: int, known: Known) -> None:
         with self._lock:
             self._memories[scope] = known
             self._memories.move_to_end(scope)
@@ -565,26 +644,26 @@ class Memory:
                 figures |= {"encoder": self.store.get_meta("encoder"), "neural": self.store.get_meta("neural")}
                 figures["width"] = int(self.store.get_meta("width") or 0)
         if user is None:
-            figures |= {"path": str(self.store.file), "format": FORMAT, "bytes": self._bytes()}
+            figures |= {"path": self.store.name, "format": FORMAT, "bytes": self.store.size()}
             figures |= {"limit": self.limit, "damage": self.store.damage}
         return figures
 
-    def _bytes(self) -> int:
-        files = [self.store.file, *self.store.file.parent.glob(self.store.file.name + "-*")]
-        files += list(self.store.index_folder.glob("*")) if self.store.index_folder.is_dir() else []
-        return sum(file.stat().st_size for file in files if file.is_file())
-
     def check(self) -> list[str]:
         """What is wrong with the store, one sentence each; reads all of it."""
-        with self.store.reading() if self.store.read_only else self.store.writing():
-            return self.store.check()
+        return self.store.check()
 
     def export(self, path: str | Path, user: str | None = None) -> int:
         """Writes every record, or those of a user, to a file of JSON lines in their order; returns how many."""
-        with self.store.reading():
-            lines = [json.dumps(record.to_dict(), ensure_ascii=False) for record in self.store.list_records(user)]
-        write_atomically(Path(path), "".join(line + "\n" for line in lines).encode("utf-8"))
-        return len(lines)
+        count = 0
+        with (
+            replacing(Path(path), private=True) as temporary,
+            temporary.open("w", encoding="utf-8") as stream,
+            self.store.reading(),
+        ):
+            for record in self.store.list_records(user):
+                stream.write(json.dumps(record.to_dict(), ensure_ascii=False) + "\n")
+                count += 1
+        return count
 
     def import_(self, path: str | Path, progress: Progress | None = None) -> int:
         """Adds the records of a file of JSON lines, in their order, with their ids; returns how many were added.
@@ -609,7 +688,8 @@ class Memory:
         return done
 
     def _is_there(self, number: int, record: Record, path: str | Path) -> bool:
-        found = self._find(record.id, None)
+        with self.store.reading():
+            found = self.store.find(record.id, None)
         if found is None:
             return False
         if (found[1].text, found[1].scope) != (record.text, record.scope):
@@ -625,12 +705,6 @@ class Memory:
         default = self._neural is None or self._untrained
         neural = NeuralTextMemory.default(self.encoder.width) if default else self.neural
         self._check_width(neural)
-        with self.store.reading():
-            made_by = self.store.get_meta("encoder")
-        old = None
-        if self.url is not None and made_by not in (None, self.encoder.fingerprint):
-            with self._qdrant_may_be_away():
-                old = self._mirror()
         vectors: dict[tuple[int, str], np.ndarray] = {}
         while True:
             with self.store.reading():
@@ -650,10 +724,10 @@ class Memory:
             for scope, members in scopes.items():
                 _, found, states[scope] = advance(neural, neural.empty(), np.stack([matrix[i] for i in members]))
                 surprises += [(rows[i][0], float(value)) for i, value in zip(members, found, strict=True)]
-            with self.store.writing():
+            with self.store.writing(alone=True):
                 if self.store.last_event() != last:
                     continue  # others wrote meanwhile: only what is new is encoded
-                new = ((row[0], vector.tobytes()) for row, vector in zip(rows, matrix, strict=True))
+                new = ((row[0], vector) for row, vector in zip(rows, matrix, strict=True))
                 self.store.replace_vectors(new, self.encoder.fingerprint)
                 for scope, made in states.items():
                     self.store.put_states(scope, made)
@@ -661,36 +735,40 @@ class Memory:
                 self._set_versions(neural)
                 self.store.begin_erasing()
             break
-        self._neural, self._version, self._local = neural, neural.fingerprint, None
+        self._neural, self._version = neural, neural.fingerprint
         self._memories.clear()
-        self.store.finish_erasing()
-        if old is not None:
-            with self._qdrant_may_be_away():
-                old.drop()
-            old.close()
-            self._qdrant = None
-        self._follow()
+        with self._after_commit():
+            self.store.finish_erasing()
         return len(rows)
 
-    def _check_fits(self, encoder: bool = True, take: bool = False) -> None:
-        """Raises if other weights made what is in the store; with ``take``, an empty store is marked with these."""
+    def _check_fits(self, encoder: bool = True) -> None:
+        """Raises if other weights made what is in the store."""
+        wrong = self._differences(encoder)
+        if wrong and self.store.count():
+            name, theirs, mine = wrong[0]
+            what = {"encoder": "vectors were made by another encoder", "neural": "memories by other projections"}[name]
+            raise OtherEncoder(
+                f"{self.store.name}: its {what} ({theirs}, this is {mine}); open it with the same, or make them again from "
+                f"its texts: `titans memory reindex --store {self.store.name}`"
+            )
+
+    def _differences(self, encoder: bool = True) -> list[tuple[str, str | None, str]]:
+        """What of this process is not what made the store: its name, theirs and ours."""
         mine = {"neural": self._neural_version()}
         if encoder:
             mine["encoder"] = self.encoder.fingerprint
             self._check_width(self.neural)
         theirs = {name: self.store.get_meta(name) for name in mine}
-        if theirs == mine:
-            return
-        if self.store.count():
-            wrong = next(name for name in mine if theirs[name] != mine[name])
-            what = {"encoder": "vectors were made by another encoder", "neural": "memories by other projections"}[wrong]
-            raise OtherEncoder(
-                f"{self.store.file}: its {what} ({theirs[wrong]}, this is {mine[wrong]}); open it with the same, or "
-                "make them again with reindex (`titans memory reindex`)"
-            )
-        if take:
-            self._set_versions(self.neural)
-            self._local = None
+        return [(name, theirs[name], mine[name]) for name in mine if theirs[name] != mine[name]]
+
+    def _take_if_empty(self) -> None:
+        """Marks a store without records with what will make its vectors and memories."""
+        with self.store.reading():
+            if not self._differences() or self.store.count():
+                return
+        with self.store.writing(alone=True):
+            if not self.store.count():
+                self._set_versions(self.neural)
 
     def _check_width(self, neural: NeuralTextMemory) -> None:
         if neural.config.width != self.encoder.width:
@@ -707,37 +785,18 @@ class Memory:
         with self.store.reading():
             return int(self.store.get_meta("width") or self.encoder.width)
 
-    def _index(self) -> LocalIndex:
-        if self._local is None:
-            self._local = LocalIndex(self.store, self._width())
-        return self._local
-
-    def _mirror(self) -> QdrantIndex:
-        if self._qdrant is None:
-            assert self.url is not None
-            with self.store.reading():
-                store, encoder = self.store.get_meta("store"), self.store.get_meta("encoder")
-            assert store is not None and encoder is not None
-            self._qdrant = QdrantIndex(self.url, store, encoder, self._width())
-        return self._qdrant
-
-    def _follow(self) -> None:
-        """Brings Qdrant, if it is used, up to date. The store has the records: a server that is away is no loss."""
-        if self.url is None or self.store.read_only:
-            return
-        with self._qdrant_may_be_away():
-            self._mirror().follow(self.store)
-
-    @contextmanager
-    def _qdrant_may_be_away(self) -> Iterator[None]:
-        try:
-            yield
-        except StoreError as error:
-            warnings.warn(f"what was written is in {self.store.file}, but not in Qdrant yet: {error}", stacklevel=4)
-
     def _write_uses(self) -> None:
         uses, self._uses = self._uses, Counter()
-        self.store.add_uses(uses)
+        self._uses.update(self.store.add_uses(uses))
+
+
+def open_store(path: str | Path, read_only: bool = False) -> Store:
+    """The store at a path or URL, made if it does not exist and may be written to."""
+    if is_server(path):
+        from titans.text.postgres import PostgresStore
+
+        return PostgresStore(str(path), read_only)
+    return SqliteStore(path, read_only)
 
 
 def _for_each(value: Any, many: int, name: str) -> list[Any]:

@@ -32,28 +32,34 @@ class Ranking:
     Args:
         bm25: the words of the question.
         cosine: its meaning, by the encoder.
-        neural: what the scope's memory answers to it; with 0 the memory is not asked.
+        neural: what the memory of a scope does not expect of it; with 0 the memory is not asked.
         recency: newer candidates first.
         surprise: more surprising candidates first.
         constant: of the fusion; the larger it is, the less the first ranks stand out.
         pool: how many candidates each of the first three signals may name.
+        context: for ``neural``, how much of the text before it in its scope is added to each text.
+        candidates: for ``neural``, how many of the nearest texts are looked at, with those that follow them.
     """
 
     bm25: float = 1.0
-    cosine: float = 0.5
-    neural: float = 0.0
+    cosine: float = 0.25
+    neural: float = 0.8
     recency: float = 0.0
     surprise: float = 0.0
-    constant: float = 5.0
+    constant: float = 4.0
     pool: int = 50
+    context: float = 0.5
+    candidates: int = 100
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value < 0:
                 raise ValueError(f"{field.name} is {value!r}; expected a number that is not negative")
-        if not isinstance(self.pool, int) or self.pool < 1:
-            raise ValueError(f"pool is {self.pool!r}; expected a whole number of at least 1")
+        for name in ("pool", "candidates"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1")
         if self.bm25 + self.cosine + self.neural == 0:
             raise ValueError("bm25, cosine and neural are all 0; expected at least one of them to find something")
 

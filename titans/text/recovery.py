@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from titans.text.encoder import Progress, TextEncoder
 from titans.text.memory import Memory
 from titans.text.neural import NeuralTextMemory
 from titans.text.records import Record, StoreError
-from titans.text.sqlite import encode_body, to_record
+from titans.text.sqlite import to_record
+from titans.text.store import encode_body
 
 # The same in all stores: size of a page, write-ahead log for reading and writing, no reserved bytes, three constants.
 HEADER = MAGIC + PAGE.to_bytes(2, "big") + bytes([2, 2, 0, 64, 32, 32])
@@ -85,7 +87,8 @@ def _read(connection: sqlite3.Connection) -> Salvage:
     for row in _rows(connection, "records", "seq", FIELDS):
         record = _to_record(row, scopes, users)
         if record is not None:
-            found[row[0]] = record
+            more = _try(connection, "SELECT repeats, replaces FROM records WHERE seq = ?", row[0])  # not in format 1
+            found[row[0]] = record if more is None else replace(record, repeats=more[0], replaces=more[1])
     for seq, record in logged.items():
         if seq not in found and seq not in gone:
             found[seq] = record
@@ -113,7 +116,7 @@ def _to_record(row: Sequence[Any], scopes: dict[int, Any], users: dict[int, str]
     try:
         user, agent, session = scopes[scope]
         record = to_record(
-            (id, text, users[user], agent, session, role, metadata, created, updated, surprise, version, uses)
+            (id, text, users[user], agent, session, role, metadata, created, updated, surprise, version, uses, 0, None)
         )
         return record if zlib.crc32(encode_body(record).encode("utf-8")) == total else None
     except (KeyError, ValueError, TypeError):

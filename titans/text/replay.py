@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from titans.text.neural import NeuralTextMemory, ScopeMemory
-from titans.text.sqlite import State
+from titans.text.store import State
 
-SPARSE = 64  # chunks between the older states that are kept: a deletion replays from the last one before it
+BETWEEN = 64  # chunks between the states that are kept; the texts since the last one are replayed
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Replay:
 def advance(
     neural: NeuralTextMemory, memory: ScopeMemory, vectors: np.ndarray
 ) -> tuple[ScopeMemory, np.ndarray, list[State]]:
-    """Writes texts to a memory, and notes the states to keep: after the last whole chunk, and sparse older ones.
+    """Writes texts to a memory, and notes the states to keep.
 
     Args:
         neural: the projections.
@@ -36,17 +36,13 @@ def advance(
     Returns:
         the new memory, the surprise of every text (n,), and the states.
     """
-    size, start, end = neural.config.chunk_size, memory.count, memory.count + len(vectors)
-    sparse = size * SPARSE
-    marks = set(range(start // sparse * sparse + sparse, end + 1, sparse))
-    if end // size * size > start:
-        marks.add(end // size * size)
+    start, end, step = memory.count, memory.count + len(vectors), neural.config.chunk_size * BETWEEN
     surprises, states = [], []
-    for mark in [*sorted(marks), end]:
+    for mark in [*range(start // step * step + step, end + 1, step), end]:
         part = vectors[memory.count - start : mark - start]
         if len(part):
             memory, found = neural.write(memory, torch.from_numpy(part))
             surprises.append(found.numpy())
-            if mark in marks:
-                states.append(State(mark, neural.pack(memory), mark % sparse == 0))
+            if mark % step == 0:
+                states.append(State(mark, neural.pack(memory)))
     return memory, np.concatenate([*surprises, np.empty(0, dtype=np.float32)]), states

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Protocol
 
 import numpy as np
 
-from titans.text.index import LocalIndex, Selection, among, nearest_exact
-from titans.text.ranking import Ranking, bm25, content_words, fuse, order_by, rarest
+from titans.text.ranking import Ranking, content_words, fuse, order_by
 from titans.text.records import Found, Hit, Record
-from titans.text.sqlite import WORD, SqliteStore
+from titans.text.store import WORD, Matches, Selection, Store
+
+WINDOW = 20  # hits, and at least twice as many as asked for, among which newer versions go above older ones
 
 
-class Nearest(Protocol):
-    """A vector index."""
+@dataclass(frozen=True)
+class Voice:
+    """What the memories of the scopes that are searched do not expect of a question.
 
-    def nearest(self, selection: Selection, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
-        """The sequence numbers of the nearest records of a selection, and their cosines, best first."""
+    Attributes:
+        vector: (dim,), in the memories' space.
+        in_encoder: (width,), the same in the encoder's space, to find candidates by the vector index.
+    """
+
+    vector: np.ndarray
+    in_encoder: np.ndarray
 
 
 class Search:
@@ -26,67 +33,70 @@ class Search:
 
     Args:
         store: has the records.
-        local: keeps the user's records in memory.
-        index: finds the nearest vectors; ``local`` itself, or Qdrant.
         selection: nothing but these records is looked at.
         query: the question.
         vector: (width,), its vector.
-        answer: (dim,), what the scope's memory answers to it; None: the memory is not asked.
-        project: takes vectors to the space of the answer.
+        voice: of the memories; None: they are not asked.
+        project: takes vectors to the space of the memories.
+        ranking: the weights.
     """
 
     def __init__(
         self,
-        store: SqliteStore,
-        local: LocalIndex,
-        index: Nearest,
+        store: Store,
         selection: Selection,
         query: str,
         vector: np.ndarray,
-        answer: np.ndarray | None,
+        voice: Voice | None,
         project: Callable[[np.ndarray], np.ndarray],
+        ranking: Ranking,
     ) -> None:
-        self.store, self.index, self.selection, self.query, self.vector = store, index, selection, query, vector
-        self._answer, self._project = answer, project
-        self._exact = local is index
-        self._known = local.catalogue(selection.user, vectors=self._exact)
-        self._allowed = self._known.allowed(selection)
+        self.store, self.selection, self.query, self.vector = store, selection, query, vector
+        self.voice, self._project, self.ranking = voice, project, ranking
 
-    def find(self, ranking: Ranking, limit: int, threshold: float | None) -> tuple[Found, list[int]]:
+    def find(self, limit: int, threshold: float | None) -> tuple[Found, list[int]]:
         """The hits, best first, and their sequence numbers."""
+        ranking = self.ranking
         pool = max(ranking.pool, limit)
+        words = Matches({})
         named: dict[str, dict[int, float]] = {}
         if ranking.bm25:
-            named["bm25"] = self._by_words(pool)
+            words = self.store.find_words(self.selection, content_words(WORD.findall(self.query)), pool)
+            named["bm25"] = words.scores
         if ranking.cosine:
-            named["cosine"] = self._by_vector(pool)
-        if ranking.neural:
-            named["neural"] = self._by_memory(pool, {seq for values in named.values() for seq in values})
+            named["cosine"] = _to_dict(*self.store.nearest(self.selection, self.vector[None], pool)[0])
+        if self.voice is not None:
+            named["neural"] = self._by_memory(self.voice, pool)
         orders = {name: order_by(list(values), values.__getitem__) for name, values in named.items()}
         candidates = sorted({seq for values in named.values() for seq in values})
-        records: dict[int, Record] = {}
+        known: dict[int, Record] = {}
         if ranking.recency or ranking.surprise:
-            records = self.store.records(candidates)
+            known = self.store.records(candidates)
         if ranking.recency:
-            orders["recency"] = order_by(candidates, lambda seq: records[seq].created)
+            orders["recency"] = order_by(candidates, lambda seq: known[seq].created)
         if ranking.surprise:
-            orders["surprise"] = order_by(candidates, lambda seq: records[seq].surprise)
+            orders["surprise"] = order_by(candidates, lambda seq: known[seq].surprise)
 
+        fused = fuse(orders, ranking)
+        window = max(WINDOW, 2 * limit)
+        known |= self.store.records(seq for seq, _ in fused[:window] if seq not in known)
+        versions = Versions(self.store, {seq: known[seq] for seq, _ in fused[:window]}, bool(self.selection.tests))
         chosen: list[tuple[int, float]] = []
         cosines: dict[int, float] = {}
-        for seq, score in fuse(orders, ranking):
-            # The index rounds its cosines, and has none for what only the words found.
-            cosines[seq] = float(self._vectors([seq])[0] @ self.vector)
+        # The index rounds its cosines, and has none for what only the words found.
+        near = dict(zip(versions.records, self._vectors([*versions.records]) @ self.vector, strict=True))
+        for seq, score in versions.newest_first(fused):
+            cosines[seq] = float(near[seq] if seq in near else self._vectors([seq])[0] @ self.vector)
             if threshold is None or cosines[seq] >= threshold:
                 chosen.append((seq, score))
                 if len(chosen) == limit:
                     break
-        below = len(cosines) - len(chosen)
-        records |= self.store.records(seq for seq, _ in chosen if seq not in records)
+        known |= versions.records
+        known |= self.store.records(seq for seq, _ in chosen if seq not in known)
         ranks = {name: {seq: rank for rank, seq in enumerate(order, 1)} for name, order in orders.items()}
         hits = [
             Hit(
-                record=records[seq],
+                record=known[seq],
                 score=score,
                 cosine=cosines[seq],
                 cosine_rank=ranks.get("cosine", {}).get(seq),
@@ -94,51 +104,112 @@ class Search:
                 bm25_rank=ranks.get("bm25", {}).get(seq),
                 neural=named.get("neural", {}).get(seq),
                 neural_rank=ranks.get("neural", {}).get(seq),
-                surprise=records[seq].surprise,
-                age=_age(records[seq]),
+                surprise=known[seq].surprise,
+                age=_age(known[seq]),
+                replaced_by=versions.replaced_by(seq),
             )
             for seq, score in chosen
         ]
-        return Found(hits, below, threshold), [seq for seq, _ in chosen]
+        return Found(hits, len(cosines) - len(chosen), threshold, ignored=words.ignored), [seq for seq, _ in chosen]
 
-    def _by_words(self, pool: int) -> dict[int, float]:
-        """BM25 of the best records by the question's words."""
-        stems = self.store.stems(self.selection.user.id, content_words(WORD.findall(self.query)))
-        words = rarest({stem: self.store.frequency(stem) for stem in stems})
-        postings = [self.store.postings(word) for word in words]
-        seqs, scores = bm25(postings, self._known.seqs, self._known.lengths, self._allowed)
-        return dict(zip(seqs[:pool].tolist(), scores[:pool].tolist(), strict=True))
+    def _by_memory(self, voice: Voice, pool: int) -> dict[int, float]:
+        """How well the best records match what the memories do not expect of the question.
 
-    def _by_vector(self, pool: int) -> dict[int, float]:
-        """Cosines of the nearest records, as the index has them."""
-        seqs, cosines = self.index.nearest(self.selection, self.vector, pool)
-        known = self._known.seqs
-        # Whatever the index returns, nothing but the selection is looked at.
-        inside = among(seqs, known if self._allowed is None else known[self._allowed])
-        return dict(zip(seqs[inside].tolist(), cosines[inside].tolist(), strict=True))
-
-    def _by_memory(self, pool: int, found: set[int]) -> dict[int, float]:
-        """Cosines of the best records with the answer of the scope's memory.
-
-        Among all of a user's records while they are searched one by one, and among the candidates of the other signals
-        once there are files of the index.
+        Each record together with a share of the one before it in its scope. Candidates are the nearest records by
+        themselves and those that follow them.
         """
-        if self._answer is None:
-            return {}
-        known = self._known
-        if self._exact and not known.files:
-            if known.projected is None:
-                known.projected = self._project(known.open_vectors)
-            inside = slice(None) if self._allowed is None else self._allowed
-            seqs, projected = known.open_seqs[inside], known.projected[inside]
-        else:
-            seqs = np.array(sorted(found), dtype=np.int64)
-            projected = self._project(self._vectors(sorted(found)))
-        rows, cosines = nearest_exact(projected, self._answer, pool)
-        return dict(zip(seqs[rows].tolist(), cosines.tolist(), strict=True))
+        unit = voice.in_encoder / max(float(np.linalg.norm(voice.in_encoder)), 1e-12)
+        nearest = self.store.nearest(self.selection, unit[None], self.ranking.candidates)[0][0].tolist()
+        before: dict[int, int | None] = {}
+        neighbours = self.store.neighbours(nearest)
+        before |= {seq: earlier for seq, (earlier, _) in zip(nearest, neighbours, strict=True)}
+        if not self.selection.tests:  # which what follows a record may not pass
+            for seq, (_, later) in zip(nearest, neighbours, strict=True):
+                if later is not None:
+                    before.setdefault(later, seq)
+        found = self._in_context(voice, before)
+        return {seq: found[seq] for seq in order_by(list(found), found.__getitem__)[:pool]}
 
-    def _vectors(self, seqs: list[int]) -> np.ndarray:
+    def _in_context(self, voice: Voice, before: Mapping[int, int | None]) -> dict[int, float]:
+        """The product of each record, with its share of the one before, with what the memory does not expect."""
+        if not before:
+            return {}
+        seqs = sorted({*before, *(seq for seq in before.values() if seq is not None)})
+        products = dict(zip(seqs, (self._project(self._vectors(seqs)) @ voice.vector).tolist(), strict=True))
+        share = self.ranking.context
+        return {
+            seq: products[seq] + (0.0 if earlier is None else share * products[earlier])
+            for seq, earlier in before.items()
+        }
+
+    def _vectors(self, seqs: Sequence[int]) -> np.ndarray:
         return self.store.vectors(seqs, len(self.vector))
+
+
+class Versions:
+    """The versions of the statements among some records, and the newer ones of these.
+
+    Args:
+        store: knows which record replaced which.
+        records: by sequence number.
+        filtered: only these records may be found; otherwise newer versions of them may be, too.
+    """
+
+    def __init__(self, store: Store, records: Mapping[int, Record], filtered: bool) -> None:
+        self.records = dict(records)
+        numbers = {record.id: seq for seq, record in records.items()}
+        self._chain = {id: {id} for id in numbers}  # shared by all members
+        waiting = set(numbers)
+        while waiting:
+            newer = store.newer_versions(waiting)
+            waiting = set()
+            for old, new in newer.items():
+                if new not in numbers:
+                    found = None if filtered else store.find(new, None)
+                    if found is None:
+                        continue
+                    numbers[new], self.records[found[0]] = found
+                    self._chain[new] = {new}
+                    waiting.add(new)
+                self._join(old, new)
+        for id, record in ((record.id, record) for record in records.values()):
+            if record.replaces in numbers:
+                self._join(record.replaces, id)
+        self._numbers = numbers
+
+    def _join(self, one: str, other: str) -> None:
+        joined = self._chain[one] | self._chain[other]
+        for id in joined:
+            self._chain[id] = joined
+
+    def _newest_first(self, seq: int) -> list[int]:
+        members = [self._numbers[id] for id in self._chain[self.records[seq].id]]
+        return sorted(members, key=lambda each: (self.records[each].updated, each), reverse=True)
+
+    def newest_first(self, ranked: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
+        """Records and their scores, best first: the places of a statement go to its versions, the newest first."""
+        places = {seq for seq, _ in ranked}
+        queues: dict[int, Iterator[int]] = {}
+        for seq, score in ranked:
+            if seq not in self.records:
+                yield seq, score
+                continue
+            chain = self._chain[self.records[seq].id]
+            for member in queues.setdefault(id(chain), iter(self._newest_first(seq))):
+                yield member, score
+                if member in places:  # otherwise one that was not found by itself, and goes before one that was
+                    break
+
+    def replaced_by(self, seq: int) -> str | None:
+        """The id of the newest version, if that is another record."""
+        if seq not in self.records:
+            return None
+        newest = self.records[self._newest_first(seq)[0]]
+        return None if newest.id == self.records[seq].id else newest.id
+
+
+def _to_dict(seqs: np.ndarray, scores: np.ndarray) -> dict[int, float]:
+    return dict(zip(seqs.tolist(), scores.tolist(), strict=True))
 
 
 def _age(record: Record) -> float:

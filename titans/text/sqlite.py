@@ -7,73 +7,47 @@ the tables (``secure_delete``), in the index of words (rewritten without it), an
 from __future__ import annotations
 
 import json
-import re
+import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from titans.text.database import PATIENCE, TOKENIZER, Database
+from titans.text.database import PATIENCE, Database
+from titans.text.index import LocalIndex, Segment, UserRow
+from titans.text.ranking import bm25, rarest
 from titans.text.records import Event, Record, Scope, utc_now
+from titans.text.store import (
+    WORD,
+    Matches,
+    ScopeRow,
+    Selection,
+    State,
+    Stemmer,
+    Store,
+    Tests,
+    checksum,
+    encode_body,
+    mark_word,
+    to_event,
+)
 from titans.words import sentence
 
-# A word is a run of letters and digits; scripts that are written without spaces go character by character.
-WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 ROW = (
     "r.id, r.text, u.name, s.agent, s.session, r.role, r.metadata, r.created, r.updated, r.surprise, r.version, r.uses,"
-    " r.sum, r.seq FROM records r JOIN scopes s ON s.id = r.scope JOIN users u ON u.id = r.user"
+    " r.repeats, r.replaces, r.sum, r.seq FROM records r JOIN scopes s ON s.id = r.scope JOIN users u ON u.id = r.user"
 )
+SCOPE = "s.id, s.user, s.count, s.version FROM scopes s"
 OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
-@dataclass(frozen=True)
-class UserRow:
-    """A user of the store; the epoch moves when something of the user's is erased."""
-
-    id: int
-    count: int
-    epoch: int
-
-
-@dataclass(frozen=True)
-class ScopeRow:
-    """A scope of the store; the version moves with every write to it."""
-
-    id: int
-    user: int
-    count: int
-    version: int
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A file of the index, the range of records of a user that it covers, how many, and the checksum of its bytes."""
-
-    file: str
-    low: int
-    high: int
-    count: int
-    sum: int
-
-
-@dataclass(frozen=True)
-class State:
-    """A scope's memory after so many texts, as bytes; those to be kept stay when there is a later one."""
-
-    count: int
-    data: bytes
-    kept: bool
-
-
-class SqliteStore(Database):
-    """An open store; safe to share between threads, and between processes by opening the same path.
-
-    All methods are called inside :meth:`writing` or :meth:`reading`, but for :meth:`finish_erasing` and :meth:`close`.
+class SqliteStore(Database, Store):
+    """A store in one SQLite file, with files of a vector index beside it.
 
     Attributes:
         index_folder: where the files of the vector index are.
@@ -82,9 +56,9 @@ class SqliteStore(Database):
     def __init__(self, path: str | Path, read_only: bool = False) -> None:
         super().__init__(path, read_only)
         self.index_folder = self.file.with_name(self.file.name + "-index")
-        self._stemmer = sqlite3.connect(":memory:", check_same_thread=False, isolation_level=None)
-        self._stemmer.execute(f"""CREATE VIRTUAL TABLE words USING fts5 (body, content='', tokenize="{TOKENIZER}")""")
-        self._stemmer.execute("CREATE VIRTUAL TABLE found USING fts5vocab (words, row)")
+        self.index = LocalIndex(self)
+        self._stemmer = Stemmer()
+        self._matched: tuple[Selection, np.ndarray] | None = None  # the last selection with tests, and what passes them
         if not self.read_only:
             self._finish_erasing()
 
@@ -109,40 +83,68 @@ class SqliteStore(Database):
         """The number of records in the store."""
         return int(self._value("SELECT coalesce(sum(count), 0) FROM users"))
 
-    def find_user(self, name: str) -> UserRow | None:
-        """The user, if there is one of that name."""
-        row = self._one("SELECT id, count, epoch FROM users WHERE name = ?", (name,))
-        return None if row is None else UserRow(*row)
+    def user_row(self, user: int) -> UserRow:
+        """A user by number; one that is not there has no records."""
+        row = self._one("SELECT id, count, epoch FROM users WHERE id = ?", (user,))
+        return UserRow(user, 0, 0) if row is None else UserRow(*row)
+
+    def _user_id(self, name: str) -> int | None:
+        found: int | None = self._value("SELECT id FROM users WHERE name = ?", (name,))
+        return found
 
     def find_scope(self, scope: Scope) -> ScopeRow | None:
         """The exact scope, if it has been written to."""
         row = self._one(
-            "SELECT s.id, s.user, s.count, s.version FROM scopes s JOIN users u ON u.id = s.user"
-            " WHERE u.name = ? AND s.agent = ? AND s.session = ?",
+            f"SELECT {SCOPE} JOIN users u ON u.id = s.user WHERE u.name = ? AND s.agent = ? AND s.session = ?",
             (scope.user, scope.agent or "", scope.session or ""),
         )
         return None if row is None else ScopeRow(*row)
 
     def make_scope(self, scope: Scope) -> ScopeRow:
-        """The exact scope, new if need be."""
+        """The exact scope, new if need be; nobody else writes while this transaction lasts."""
         self._run("INSERT OR IGNORE INTO users (name, count, epoch) VALUES (?, 0, 0)", (scope.user,))
-        user = self.find_user(scope.user)
-        assert user is not None
         self._run(
             "INSERT OR IGNORE INTO scopes (user, agent, session, count, version) VALUES (?, ?, ?, 0, 0)",
-            (user.id, scope.agent or "", scope.session or ""),
+            (self._user_id(scope.user), scope.agent or "", scope.session or ""),
         )
         made = self.find_scope(scope)
         assert made is not None
         return made
 
-    def matching_scopes(self, user: int, agent: str | None, session: str | None, empty: bool = False) -> list[int]:
-        """The numbers of a user's scopes that have records, or ``empty`` ones too, and match the names given."""
+    def matching_scopes(self, scope: Scope, below: bool) -> list[int]:
+        """The numbers of the exact scope, or of all scopes ``below`` the names given; of those without records too."""
+        names = {"agent": scope.agent, "session": scope.session}
+        if not below:
+            names = {key: name or "" for key, name in names.items()}
         return self._column(
-            "SELECT id FROM scopes WHERE user = :user AND (count > 0 OR :empty)"
-            " AND (:agent IS NULL OR agent = :agent) AND (:session IS NULL OR session = :session)",
-            {"user": user, "agent": agent, "session": session, "empty": empty},
+            "SELECT s.id FROM scopes s JOIN users u ON u.id = s.user WHERE u.name = :user"
+            " AND (:agent IS NULL OR s.agent = :agent) AND (:session IS NULL OR s.session = :session) ORDER BY s.id",
+            {"user": scope.user, **names},
         )
+
+    def select(self, scope: Scope, tests: Tests, exact: bool = False) -> Selection | None:
+        """The records of a user that match the names given and pass the tests; None if the names match none."""
+        user = self._user_id(scope.user)
+        if user is None:
+            return None
+        if not exact and scope.agent is None and scope.session is None:
+            return Selection(user, None, tests) if self.user_row(user).count else None
+        scopes = [
+            number
+            for number in self.matching_scopes(scope, below=not exact)
+            if self._value("SELECT count FROM scopes WHERE id = ?", (number,))
+        ]
+        return Selection(user, tuple(scopes), tests) if scopes else None
+
+    def rows_of(self, selection: Selection, most: int) -> list[ScopeRow]:
+        """The scopes with records that a selection covers, those written to last first, at most so many."""
+        inside = "" if selection.scopes is None else f" AND s.id IN ({', '.join(map(str, selection.scopes))})"
+        rows = self._all(
+            f"SELECT {SCOPE} WHERE s.user = ? AND s.count > 0{inside}"
+            " ORDER BY (SELECT max(seq) FROM records r WHERE r.scope = s.id) DESC LIMIT ?",
+            (selection.user, most),
+        )
+        return [ScopeRow(*row) for row in rows]
 
     def list_scopes(self, user: str | None) -> list[tuple[Scope, int]]:
         """Every scope that has records, or those of a user, and how many records each has."""
@@ -153,24 +155,29 @@ class SqliteStore(Database):
         )
         return [(Scope(name, agent or None, session or None), count) for name, agent, session, count in rows]
 
-    def insert(self, record: Record, scope: ScopeRow, vector: np.ndarray, encoder: str) -> int:
-        """Adds a record with its vector, its words and its line of the log; returns its sequence number."""
-        body = encode_body(record)
-        cursor = self._run(
-            "INSERT INTO records (id, user, scope, role, text, metadata, created, updated, version, words, sum,"
-            " surprise, uses) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
-            (
-                record.id, scope.user, scope.id, record.role, record.text, _json(record.metadata), record.created,
-                record.updated, record.version, len(WORD.findall(record.text)), _sum(body), record.surprise,
-                record.uses,
-            ),
-        )  # fmt: skip
-        seq = int(cursor.lastrowid or 0)
-        self._put_vectors([(seq, vector.tobytes())], encoder)
-        self._add_words(scope.user, seq, record.text)
-        self._run("UPDATE users SET count = count + 1 WHERE id = ?", (scope.user,))
-        self.log("add", scope.id, record.id, seq, record.version, body)
-        return seq
+    def insert(
+        self, records: Sequence[Record], scopes: Mapping[Scope, ScopeRow], vectors: np.ndarray, encoder: str
+    ) -> list[int]:
+        """Adds records with their vectors, words and lines of the log, in their order; returns their numbers."""
+        seqs = []
+        for record, vector in zip(records, vectors, strict=True):
+            scope, body = scopes[record.scope], encode_body(record)
+            cursor = self._run(
+                "INSERT INTO records (id, user, scope, role, text, metadata, created, updated, version, words, sum,"
+                " surprise, uses, repeats, replaces, text_sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    record.id, scope.user, scope.id, record.role, record.text, _json(record.metadata), record.created,
+                    record.updated, record.version, len(WORD.findall(record.text)), checksum(body), record.surprise,
+                    record.uses, record.repeats, record.replaces, checksum(record.text),
+                ),
+            )  # fmt: skip
+            seq = int(cursor.lastrowid or 0)
+            self._put_vectors([(seq, vector)], encoder)
+            self._add_words(scope.user, seq, record.text)
+            self._run("UPDATE users SET count = count + 1 WHERE id = ?", (scope.user,))
+            self.log("add", scope.id, record.id, seq, record.version, body)
+            seqs.append(seq)
+        return seqs
 
     def log(
         self, kind: str, scope: int, id: str | None = None, seq: int | None = None, version: int | None = None,
@@ -179,7 +186,7 @@ class SqliteStore(Database):
         """Adds a line to the log."""
         self._run(
             "INSERT INTO events (at, kind, id, seq, scope, version, body, sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?)",
-            (utc_now(), kind, id, seq, scope, version, body, None if body is None else _sum(body)),
+            (utc_now(), kind, id, seq, scope, version, body, None if body is None else checksum(body)),
         )
 
     def advance_scope(self, scope: int, more: int) -> None:
@@ -187,15 +194,11 @@ class SqliteStore(Database):
         self._run("UPDATE scopes SET count = count + ?, version = version + 1 WHERE id = ?", (more, scope))
 
     def put_states(self, scope: int, states: Sequence[State]) -> None:
-        """Keeps states of a scope's memory: the latest, and of the older ones those that are marked."""
-        if not states:
-            return
+        """Keeps states of a scope's memory."""
         self._connection.executemany(
-            "INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?, ?)",
-            [(scope, state.count, state.kept, zlib.crc32(state.data), state.data) for state in states],
+            "INSERT OR REPLACE INTO states VALUES (?, ?, ?, ?)",
+            [(scope, state.count, checksum(state.data), state.data) for state in states],
         )
-        latest = max(state.count for state in states)
-        self._run("DELETE FROM states WHERE scope = ? AND count < ? AND NOT kept", (scope, latest))
 
     def drop_states(self, scope: int, above: int) -> None:
         """Forgets a scope's memory states after more than so many texts."""
@@ -246,41 +249,71 @@ class SqliteStore(Database):
 
         None if the log does not name them: whole scopes were removed, or all vectors made again.
         """
-        rows = self._all("SELECT DISTINCT seq FROM events WHERE n > ? AND kind <> 'add' LIMIT ?", (n, most))
+        rows = self._all(
+            "SELECT DISTINCT seq FROM events WHERE n > ? AND kind NOT IN ('add', 'repeat') LIMIT ?", (n, most)
+        )
         return None if any(seq is None for (seq,) in rows) else [seq for (seq,) in rows]
 
-    def matching(self, user: int, filters: Mapping[str, Mapping[str, Any]]) -> np.ndarray:
-        """The records of a user whose metadata pass the filters, in their order."""
-        sql = "SELECT seq FROM records r WHERE user = ?"
-        values: list[Any] = [user]
-        for key, tests in filters.items():
-            for name, value in tests.items():
-                wanted = list(value) if name == "in" else [value]
-                tested = " OR ".join(_test("eq" if name == "in" else name, item) for item in wanted) or "0"
-                sql += f" AND EXISTS (SELECT 1 FROM json_each(r.metadata) j WHERE j.key = ? AND ({tested}))"
-                values += [key, *wanted]
-        return np.array(self._column(sql + " ORDER BY seq", values), dtype=np.int64)
+    def matching(self, selection: Selection) -> np.ndarray | None:
+        """The records of a selection's user whose metadata pass its tests, in their order; None without tests."""
+        if not selection.tests:
+            return None
+        if self._matched is None or self._matched[0] is not selection:
+            sql = "SELECT seq FROM records r WHERE user = ?"
+            values: list[Any] = [selection.user]
+            for key, tests in selection.tests.items():
+                for name, value in tests.items():
+                    wanted = list(value) if name == "in" else [value]
+                    tested = " OR ".join(_test("eq" if name == "in" else name, item) for item in wanted) or "0"
+                    sql += f" AND EXISTS (SELECT 1 FROM json_each(r.metadata) j WHERE j.key = ? AND ({tested}))"
+                    values += [key, *wanted]
+            self._matched = (selection, np.array(self._column(sql + " ORDER BY seq", values), dtype=np.int64))
+        return self._matched[1]
 
-    def stems(self, user: int, words: Iterable[str]) -> list[str]:
-        """The words as the index of words knows them for a user, each once."""
-        with self.lock:
-            self._stemmer.execute("INSERT INTO words (rowid, body) VALUES (1, ?)", (_marked(user, " ".join(words)),))
-            found = [row[0] for row in self._stemmer.execute("SELECT term FROM found").fetchall()]
-            self._stemmer.execute("INSERT INTO words (words) VALUES ('delete-all')")
-        return [stem for stem in found if stem.startswith(f"{user}_")]
+    def nearest(self, selection: Selection, vectors: np.ndarray, many: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each vector of (n, width), the numbers of the nearest records and their cosines, best first."""
+        return self.index.nearest(selection, vectors, many)
 
-    def frequency(self, stem: str) -> int:
-        """How many records contain a word of a user."""
-        return int(self._value("SELECT doc FROM word_counts WHERE term = ?", (stem,)) or 0)
+    def build_index(self, user: str) -> None:
+        """Writes files of the vector index for a user's records once enough of them are in no file."""
+        with self.reading():
+            number = self._user_id(user)
+        if number is not None:
+            self.index.build(number)
 
-    def postings(self, stem: str) -> np.ndarray:
-        """The records that contain a word of a user, once per occurrence."""
-        found = self._value("SELECT group_concat(doc) FROM word_places WHERE term = ?", (stem,))
+    def neighbours(self, seqs: Sequence[int]) -> list[tuple[int | None, int | None]]:
+        """For each record, those directly before and after it in its scope."""
+        sql = (
+            "SELECT (SELECT max(seq) FROM records b WHERE b.scope = r.scope AND b.seq < r.seq),"
+            " (SELECT min(seq) FROM records a WHERE a.scope = r.scope AND a.seq > r.seq) FROM records r WHERE r.seq = ?"
+        )
+        return [self._one(sql, (int(seq),)) or (None, None) for seq in seqs]
+
+    def find_words(self, selection: Selection, words: Sequence[str], many: int) -> Matches:
+        """The best records by BM25 over the selection: no other record changes a score."""
+        stems = dict(zip(words, self._stemmer.stems(words), strict=True))
+        marked = {stem: mark_word(selection.user, stem) for stem in stems.values() if stem}
+        frequencies = {
+            stem: int(self._value("SELECT doc FROM word_counts WHERE term = ?", (term,)) or 0)
+            for stem, term in marked.items()
+        }
+        chosen = rarest(frequencies)
+        known = self.index.catalogue(selection.user, vectors=False)
+        postings = [self._postings(marked[stem]) for stem in chosen]
+        seqs, scores = bm25(postings, known.seqs, known.lengths, self.index.allowed(known, selection))
+        return Matches(
+            dict(zip(seqs[:many].tolist(), scores[:many].tolist(), strict=True)),
+            tuple(word for word, stem in stems.items() if frequencies.get(stem) and stem not in chosen),
+        )
+
+    def _postings(self, term: str) -> np.ndarray:
+        """The records that contain a marked stem, once per occurrence."""
+        found = self._value("SELECT group_concat(doc) FROM word_places WHERE term = ?", (term,))
         return np.fromstring(found, dtype=np.int64, sep=",") if found else np.empty(0, dtype=np.int64)
 
-    def find(self, id: str) -> tuple[int, Record] | None:
-        """A record by its id, and its sequence number."""
-        row = self._one(f"SELECT {ROW} WHERE r.id = ?", (id,))
+    def find(self, id: str, user: str | None) -> tuple[int, Record] | None:
+        """A record of a user (None: of any) by its id, and its sequence number."""
+        row = self._one(f"SELECT {ROW} WHERE r.id = ?1 AND (?2 IS NULL OR u.name = ?2)", (id, user))
         return None if row is None else (row[-1], self._to_record(row))
 
     def records(self, seqs: Iterable[int]) -> dict[int, Record]:
@@ -292,10 +325,17 @@ class SqliteStore(Database):
                 found[int(seq)] = self._to_record(row)
         return found
 
-    def list_records(self, user: str | None) -> list[Record]:
-        """All records, or those of a user, in their order."""
-        rows = self._run(f"SELECT {ROW} WHERE ?1 IS NULL OR u.name = ?1 ORDER BY r.seq", (user,))
-        return [self._to_record(row) for row in rows]
+    def newest(self, selection: Selection, many: int) -> list[Record]:
+        """The newest records of a selection, newest first."""
+        known = self.index.catalogue(selection.user, vectors=False)
+        allowed = self.index.allowed(known, selection)
+        seqs = known.seqs if allowed is None else known.seqs[allowed]
+        return list(self.records(seqs[::-1][:many]).values())
+
+    def list_records(self, user: str | None) -> Iterator[Record]:
+        """All records, or those of a user, in their order, a few at a time."""
+        for row in self._run(f"SELECT {ROW} WHERE ?1 IS NULL OR u.name = ?1 ORDER BY r.seq", (user,)):
+            yield self._to_record(row)
 
     def texts(self) -> list[tuple[int, int, str]]:
         """(number, scope, text) of every record, in their order."""
@@ -307,34 +347,61 @@ class SqliteStore(Database):
 
     def _to_record(self, row: Any) -> Record:
         record = to_record(row)
-        if _sum(encode_body(record)) != row[-2]:
+        if checksum(encode_body(record)) != row[-2]:
             raise sqlite3.DatabaseError(f"database disk image is malformed: record {record.id} is not what was written")
         return record
 
-    def history(self, id: str, user: str | None) -> list[Event]:
-        """What happened to a record, oldest first."""
+    def history(self, id: str, user: str) -> list[Event]:
+        """What happened to a record of a user, oldest first."""
         rows = self._all(
             "SELECT e.kind, e.id, e.at, e.version, e.body FROM events e JOIN scopes s ON s.id = e.scope"
-            " JOIN users u ON u.id = s.user WHERE e.id = ?1 AND (?2 IS NULL OR u.name = ?2) ORDER BY e.n",
+            " JOIN users u ON u.id = s.user WHERE e.id = ? AND u.name = ? ORDER BY e.n",
             (id, user),
         )
-        events = []
-        for kind, id, at, version, body in rows:
-            fields = json.loads(body) if body else {}
-            events.append(Event(kind, id, at, version, fields.get("text"), fields.get("metadata")))
-        return events
+        return [to_event(*row) for row in rows]
 
-    def remove(self, seq: int, kind: str) -> None:
-        """Takes a record out of everything but the scope's count, and its texts out of the log."""
-        id, user, scope, text, version = self._one(
-            "SELECT id, user, scope, text, version FROM records WHERE seq = ?", (seq,)
+    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
+        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
+        found = {}
+        for place, record in enumerate(records):
+            row = self._one(
+                "SELECT seq, id FROM records"
+                " WHERE scope = ? AND text_sum = ? AND text = ? AND role IS ? AND metadata = ? ORDER BY seq LIMIT 1",
+                (scope, checksum(record.text), record.text, record.role, _json(record.metadata)),
+            )
+            if row is not None:
+                found[place] = row
+        return found
+
+    def repeat(self, seq: int, at: str) -> None:
+        """Counts one more time that a record was told, at a time, with a line in the log."""
+        record = replace(self.records([seq])[seq], updated=at)
+        self._run(
+            "UPDATE records SET repeats = repeats + 1, updated = ?, sum = ? WHERE seq = ?",
+            (at, checksum(encode_body(record)), seq),
         )
-        self._remove_words(user, seq, text)
-        for table in ("records", "vectors"):
-            self._run(f"DELETE FROM {table} WHERE seq = ?", (seq,))
-        self._run("UPDATE users SET count = count - 1 WHERE id = ?", (user,))
-        self._forget_log(id)
-        self.log(kind, scope, id, seq, version)
+        scope = self._value("SELECT scope FROM records WHERE seq = ?", (seq,))
+        self.log("repeat", scope, record.id, seq, record.version)
+
+    def newer_versions(self, ids: Iterable[str]) -> dict[str, str]:
+        """By id, the ids of the records that replaced some records directly (the latest if there are several)."""
+        sql = "SELECT id FROM records WHERE replaces = ? ORDER BY updated DESC, seq DESC LIMIT 1"
+        found = {id: self._value(sql, (id,)) for id in ids}
+        return {id: newer for id, newer in found.items() if newer is not None}
+
+    def remove(self, seqs: Sequence[int], kind: str) -> None:
+        """Takes records out of everything but their scopes' counts, and their texts out of the log."""
+        for seq in seqs:
+            id, user, scope, text, version, replaces = self._one(
+                "SELECT id, user, scope, text, version, replaces FROM records WHERE seq = ?", (seq,)
+            )
+            self._remove_words(user, seq, text)
+            for table in ("records", "vectors"):
+                self._run(f"DELETE FROM {table} WHERE seq = ?", (seq,))
+            self._run("UPDATE records SET replaces = ? WHERE replaces = ?", (replaces, id))
+            self._run("UPDATE users SET count = count - 1 WHERE id = ?", (user,))
+            self._forget_log(id)
+            self.log(kind, scope, id, seq, version)
 
     def change(self, seq: int, record: Record, vector: np.ndarray | None, encoder: str, keep_old: bool) -> None:
         """Puts another text, with its vector, or other metadata in a record's place."""
@@ -343,12 +410,13 @@ class SqliteStore(Database):
         if vector is not None:
             self._remove_words(user, seq, text)
             self._add_words(user, seq, record.text)
-            self._put_vectors([(seq, vector.tobytes())], encoder)
+            self._put_vectors([(seq, vector)], encoder)
         self._run(
-            "UPDATE records SET text = ?, metadata = ?, updated = ?, version = ?, words = ?, sum = ? WHERE seq = ?",
+            "UPDATE records SET text = ?, metadata = ?, updated = ?, version = ?, words = ?, sum = ?, text_sum = ?"
+            " WHERE seq = ?",
             (
                 record.text, _json(record.metadata), record.updated, record.version, len(WORD.findall(record.text)),
-                _sum(body), seq,
+                checksum(body), checksum(record.text), seq,
             ),
         )  # fmt: skip
         if not keep_old:
@@ -375,8 +443,7 @@ class SqliteStore(Database):
         """
         user = self._value("SELECT user FROM scopes WHERE id = ?", (scope,))
         seqs = self.scope_seqs(scope)
-        for seq in seqs:
-            self.remove(seq, "delete")
+        self.remove(seqs, "delete")
         for table in ("states", "events"):
             self._run(f"DELETE FROM {table} WHERE scope = ?", (scope,))
         self._run("DELETE FROM scopes WHERE id = ?", (scope,))
@@ -398,7 +465,8 @@ class SqliteStore(Database):
         # Whoever dies between the two steps leaves the mark, and the next to open the store goes on.
         if self.get_meta("erasing") is None:
             return
-        self._drop_strays()
+        with self._inside_transaction("BEGIN IMMEDIATE"):
+            self._drop_strays()
         deadline = time.monotonic() + PATIENCE
         while self._value("PRAGMA wal_checkpoint(TRUNCATE)"):
             if time.monotonic() > deadline:
@@ -409,24 +477,40 @@ class SqliteStore(Database):
         self._run("COMMIT")
 
     def _drop_strays(self) -> None:
-        """Deletes files of the index that the store does not know."""
-        if self.index_folder.is_dir():
-            known = set(self._column("SELECT file FROM segments"))
-            for file in self.index_folder.iterdir():
-                if file.name not in known:
-                    file.unlink(missing_ok=True)
+        """Deletes files of the index that are neither valid nor being built; called while nobody else can write."""
+        if not self.index_folder.is_dir():
+            return
+        for file, pid in self._all("SELECT file, pid FROM building"):
+            if not _is_running(pid):
+                self._run("DELETE FROM building WHERE file = ?", (file,))
+        known = self._column("SELECT file FROM segments UNION SELECT file FROM building")
+        for path in self.index_folder.iterdir():
+            if not any(file in path.name for file in known):  # a file is first written under a longer name
+                path.unlink(missing_ok=True)
+
+    def begin_building(self, file: str) -> None:
+        """Notes that this process is making a file of the index, which nobody deletes meanwhile."""
+        self._run("INSERT INTO building VALUES (?, ?)", (file, os.getpid()))
+
+    def end_building(self, user: int, epoch: int, segment: Segment) -> bool:
+        """Makes a file of the index valid, unless something that it holds may have been erased meanwhile."""
+        known = self._run("DELETE FROM building WHERE file = ?", (segment.file,)).rowcount
+        valid = bool(known) and self.user_row(user).epoch == epoch
+        if valid:
+            self._run(
+                "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)",
+                (segment.file, user, segment.low, segment.high, segment.count, segment.sum),
+            )
+        return valid
+
+    def drop_segment(self, file: str) -> None:
+        """Takes a file of the index that cannot be read out of use; its records are written to another one."""
+        self._run("DELETE FROM segments WHERE file = ?", (file,))
 
     def segments(self, user: int) -> list[Segment]:
         """The valid files of the index for a user."""
         rows = self._all("SELECT file, low, high, count, sum FROM segments WHERE user = ? ORDER BY low", (user,))
         return [Segment(*row) for row in rows]
-
-    def add_segment(self, user: int, segment: Segment) -> None:
-        """Makes a file of the index valid."""
-        self._run(
-            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)",
-            (segment.file, user, segment.low, segment.high, segment.count, segment.sum),
-        )
 
     def set_surprises(self, surprises: Iterable[tuple[int, float]]) -> None:
         """Sets the surprise of records, after the texts before them have changed."""
@@ -434,30 +518,27 @@ class SqliteStore(Database):
             "UPDATE records SET surprise = ? WHERE seq = ?", [(value, seq) for seq, value in surprises]
         )
 
-    def add_uses(self, uses: Mapping[int, int]) -> None:
-        """Adds to how often records have been used."""
+    def add_uses(self, uses: Mapping[int, int]) -> dict[int, int]:
+        """Adds to how often records have been used; nothing is left for later."""
         self._connection.executemany(
             "UPDATE records SET uses = uses + ? WHERE seq = ?", [(more, seq) for seq, more in uses.items()]
         )
+        return {}
 
     def weighed(self) -> list[tuple[int, float, int, int]]:
         """(number, surprise, uses, bytes) of every record: what eviction chooses from."""
         return self._all("SELECT seq, surprise, uses, length(CAST(text AS BLOB)) FROM records ORDER BY seq")
 
-    def scopes_holding(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:
+    def lock_scopes(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:
         """The scopes of some records, each with its own; records that are not there are left out."""
         found: dict[ScopeRow, list[int]] = {}
         for seq in sorted(seqs):
-            row = self._one(
-                "SELECT s.id, s.user, s.count, s.version FROM records r JOIN scopes s ON s.id = r.scope"
-                " WHERE r.seq = ?",
-                (seq,),
-            )
+            row = self._one(f"SELECT {SCOPE} JOIN records r ON r.scope = s.id WHERE r.seq = ?", (seq,))
             if row is not None:
                 found.setdefault(ScopeRow(*row), []).append(seq)
         return found
 
-    def replace_vectors(self, vectors: Iterable[tuple[int, bytes]], encoder: str) -> None:
+    def replace_vectors(self, vectors: Iterable[tuple[int, np.ndarray]], encoder: str) -> None:
         """Other vectors for all records; the memory states and the index are dropped with the old ones."""
         self.log("reindex", 0)
         self._run("DELETE FROM states")
@@ -466,15 +547,18 @@ class SqliteStore(Database):
         self._run("UPDATE scopes SET version = version + 1")
         self._put_vectors(vectors, encoder)
 
-    def _put_vectors(self, vectors: Iterable[tuple[int, bytes]], encoder: str) -> None:
+    def _put_vectors(self, vectors: Iterable[tuple[int, np.ndarray]], encoder: str) -> None:
+        rows = ((seq, vector.astype("<f4").tobytes()) for seq, vector in vectors)
         self._connection.executemany(
             "INSERT OR REPLACE INTO vectors VALUES (?, ?, ?, ?)",
-            ((seq, encoder, zlib.crc32(data), data) for seq, data in vectors),
+            ((seq, encoder, checksum(data), data) for seq, data in rows),
         )
 
-    def events_after(self, n: int) -> list[tuple[int, str, int | None, int]]:
-        """(line, kind, record, scope) of the log after a line."""
-        return self._all("SELECT n, kind, seq, scope FROM events WHERE n > ? ORDER BY n", (n,))
+    def size(self) -> int:
+        """Bytes of the file, its log and the files of the vector index."""
+        files = [self.file, *self.file.parent.glob(self.file.name + "-*")]
+        files += list(self.index_folder.glob("*")) if self.index_folder.is_dir() else []
+        return sum(file.stat().st_size for file in files if file.is_file())
 
     def stats(self, user: str | None) -> dict[str, Any]:
         """Figures of the store, or of one user in it."""
@@ -499,25 +583,27 @@ class SqliteStore(Database):
 
     def check(self) -> list[str]:
         """What is wrong with the file and with its records, one sentence each; none if all is well."""
-        problems = [verdict for verdict in self._column("PRAGMA quick_check") if verdict != "ok"]
+        with self.reading() if self.read_only else self.writing():
+            return list(self._problems())
+
+    def _problems(self) -> Iterator[str]:
+        yield from (verdict for verdict in self._column("PRAGMA quick_check") if verdict != "ok")
         for row in self._run(f"SELECT {ROW} ORDER BY r.seq"):
-            if _sum(encode_body(to_record(row))) != row[-2]:
-                problems.append(f"record {row[0]} is not what was written")
+            if checksum(encode_body(to_record(row))) != row[-2]:
+                yield f"record {row[0]} is not what was written"
         for seq, total, data in self._run("SELECT seq, sum, vector FROM vectors"):
-            if zlib.crc32(data) != total:
-                problems.append(f"the vector of record number {seq} is not what was written")
+            if checksum(data) != total:
+                yield f"the vector of record number {seq} is not what was written"
         count = self.count()
         for table in ("records", "vectors"):
             found = self._value(f"SELECT count(*) FROM {table}")
             if found != count:
-                problems.append(f"{table} has {found} rows; expected {count}")
-        if self.read_only:
-            return problems
-        try:
-            self._run("INSERT INTO words (words) VALUES ('integrity-check')")
-        except sqlite3.DatabaseError as error:
-            problems.append(f"the index of words: {sentence(error)}")
-        return problems
+                yield f"{table} has {found} rows; expected {count}"
+        if not self.read_only:
+            try:
+                self._run("INSERT INTO words (words) VALUES ('integrity-check')")
+            except sqlite3.DatabaseError as error:
+                yield f"the index of words: {sentence(error)}"
 
 
 def _to_matrix(rows: Sequence[Any], width: int) -> np.ndarray:
@@ -530,23 +616,12 @@ def _to_matrix(rows: Sequence[Any], width: int) -> np.ndarray:
     return np.frombuffer(data, dtype=np.float32).reshape(len(rows), width)
 
 
-def encode_body(record: Record) -> str:
-    """What makes a record, as one JSON text: what the log keeps, and what checksums are of."""
-    return json.dumps(
-        {
-            "id": record.id, "text": record.text, "user": record.user, "agent": record.agent,
-            "session": record.session, "role": record.role, "metadata": record.metadata, "created": record.created,
-            "updated": record.updated, "version": record.version,
-        },
-        ensure_ascii=False,
-    )  # fmt: skip
-
-
 def to_record(row: Sequence[Any]) -> Record:
     """The record of a row of the tables."""
     return Record(
         id=row[0], text=row[1], user=row[2], agent=row[3] or None, session=row[4] or None, role=row[5],
         metadata=json.loads(row[6]), created=row[7], updated=row[8], surprise=row[9], version=row[10], uses=row[11],
+        repeats=row[12], replaces=row[13],
     )  # fmt: skip
 
 
@@ -554,13 +629,21 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _sum(body: str) -> int:
-    return zlib.crc32(body.encode("utf-8"))
-
-
 def _marked(user: int, text: str) -> str:
-    """The words of a text, each marked with its user: nobody's words are counted among another's."""
-    return " ".join(f"{user}_{word}" for word in WORD.findall(text))
+    """The words of a text, each marked with its user."""
+    return " ".join(mark_word(user, word) for word in WORD.findall(text))
+
+
+def _is_running(pid: int) -> bool:
+    if os.name == "nt":  # where os.kill would end it
+        return True
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    return True
 
 
 def _test(comparison: str, value: Any) -> str:

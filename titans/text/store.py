@@ -21,6 +21,7 @@ FORMAT = 2  # of the tables, in every engine
 # A word is a run of letters and digits; scripts that are written without spaces go character by character.
 WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
+MARK = "0_"  # of words that are stemmed for any user
 Tests = Mapping[str, Mapping[str, Any]]  # of metadata, as check_filters returns them
 
 
@@ -42,9 +43,9 @@ class State:
     data: bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Selection:
-    """The records of one user that are searched.
+    """The records of one user that are searched; good for one transaction.
 
     Attributes:
         user: the number of the user.
@@ -86,8 +87,11 @@ class Store(ABC):
     # Transactions
 
     @abstractmethod
-    def writing(self) -> AbstractContextManager[None]:
-        """One transaction: all of it is durable at the end, or nothing of it is there if anything is raised."""
+    def writing(self, alone: bool = False) -> AbstractContextManager[None]:
+        """One transaction: all of it is durable at the end, or nothing of it is there if anything is raised.
+
+        With ``alone``, nobody else writes to the store until it ends; without, nobody to the scopes that are locked.
+        """
 
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:
@@ -117,7 +121,7 @@ class Store(ABC):
 
     @abstractmethod
     def last_event(self) -> int:
-        """The number of the log's last line."""
+        """A number that is another one after records were added, changed or removed."""
 
     @abstractmethod
     def stats(self, user: str | None) -> dict[str, Any]:
@@ -169,7 +173,7 @@ class Store(ABC):
 
     @abstractmethod
     def rows_of(self, selection: Selection, most: int) -> list[ScopeRow]:
-        """The scopes with records that a selection covers, those with most records first, at most so many."""
+        """The scopes with records that a selection covers, those written to last first, at most so many."""
 
     @abstractmethod
     def matching_scopes(self, scope: Scope, below: bool) -> list[int]:
@@ -226,14 +230,14 @@ class Store(ABC):
         """Sets the surprise of records, after the texts before them have changed."""
 
     @abstractmethod
-    def add_uses(self, uses: Mapping[int, int]) -> None:
-        """Adds to how often records have been used."""
+    def add_uses(self, uses: Mapping[int, int]) -> dict[int, int]:
+        """Adds to how often records have been used; returns those that others are writing to: try again later."""
 
     # Repeats and versions
 
     @abstractmethod
     def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of the record of a scope with the same text, role and metadata."""
+        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
 
     @abstractmethod
     def repeat(self, seq: int, at: str) -> None:
@@ -318,15 +322,23 @@ class Stemmer:
         """The stem of each word, in their order; "" for one that has none."""
         found = [""] * len(words)
         with self._lock:
-            self._tables.executemany("INSERT INTO words (rowid, body) VALUES (?, ?)", enumerate(words))
-            for position, stem in self._tables.execute("SELECT doc, term FROM found"):
-                found[position] = stem
+            # Marked as they are in SQLite's index of words: the mark changes a few stems.
+            marked = ((place, mark_word(0, word)) for place, word in enumerate(words))
+            self._tables.executemany("INSERT INTO words (rowid, body) VALUES (?, ?)", marked)
+            for place, stem in self._tables.execute("SELECT doc, term FROM found"):
+                if stem.startswith(MARK):
+                    found[place] = stem.removeprefix(MARK)
             self._tables.execute("INSERT INTO words (words) VALUES ('delete-all')")
         return found
 
     def close(self) -> None:
         """Frees the tables."""
         self._tables.close()
+
+
+def mark_word(user: int, word: str) -> str:
+    """A word or stem with its user: nobody's words are counted among another's."""
+    return f"{user}_{word}"
 
 
 def encode_body(record: Record) -> str:
