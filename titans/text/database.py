@@ -192,8 +192,8 @@ class Database:
         self._identify(connection)
         if _format(connection) < FORMAT:
             raise StoreError(
-                f"{self.file} has format {_format(connection)} of an older version of titans; expected {FORMAT}, so open it "
-                "once for writing, which upgrades it"
+                f"{self.file} has format {_format(connection)} of an older version of titans; expected {FORMAT}, so open "
+                "it once for writing, which upgrades it"
             )
         connection.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
         if not self.damage and self.file.stat().st_size <= CHECKED_AT_OPEN:

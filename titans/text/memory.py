@@ -748,8 +748,8 @@ class Memory:
             name, theirs, mine = wrong[0]
             what = {"encoder": "vectors were made by another encoder", "neural": "memories by other projections"}[name]
             raise OtherEncoder(
-                f"{self.store.name}: its {what} ({theirs}, this is {mine}); open it with the same, or make them again from "
-                f"its texts: `titans memory reindex --store {self.store.name}`"
+                f"{self.store.name}: its {what} ({theirs}, this is {mine}); open it with the same, or make them again "
+                f"from its texts: `titans memory reindex --store {self.store.name}`"
             )
 
     def _differences(self, encoder: bool = True) -> list[tuple[str, str | None, str]]:

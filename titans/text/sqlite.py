@@ -20,7 +20,7 @@ import numpy as np
 
 from titans.text.database import PATIENCE, Database
 from titans.text.index import LocalIndex, Segment, UserRow
-from titans.text.ranking import bm25, rarest
+from titans.text.ranking import MOST_POSTINGS, bm25, rarest
 from titans.text.records import Event, Record, Scope, utc_now
 from titans.text.store import (
     WORD,
@@ -289,7 +289,7 @@ class SqliteStore(Database, Store):
         )
         return [self._one(sql, (int(seq),)) or (None, None) for seq in seqs]
 
-    def find_words(self, selection: Selection, words: Sequence[str], many: int) -> Matches:
+    def find_words(self, selection: Selection, words: Sequence[str], many: int, most: int = MOST_POSTINGS) -> Matches:
         """The best records by BM25 over the selection: no other record changes a score."""
         stems = dict(zip(words, self._stemmer.stems(words), strict=True))
         marked = {stem: mark_word(selection.user, stem) for stem in stems.values() if stem}
@@ -297,7 +297,7 @@ class SqliteStore(Database, Store):
             stem: int(self._value("SELECT doc FROM word_counts WHERE term = ?", (term,)) or 0)
             for stem, term in marked.items()
         }
-        chosen = rarest(frequencies)
+        chosen = rarest(frequencies, most)
         known = self.index.catalogue(selection.user, vectors=False)
         postings = [self._postings(marked[stem]) for stem in chosen]
         seqs, scores = bm25(postings, known.seqs, known.lengths, self.index.allowed(known, selection))

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from titans.text.ranking import MOST_POSTINGS
 from titans.text.records import Event, Record, Scope
 
 FORMAT = 2  # of the tables, in every engine
@@ -287,8 +288,11 @@ class Store(ABC):
         """For each record, those directly before and after it in its scope."""
 
     @abstractmethod
-    def find_words(self, selection: Selection, words: Sequence[str], many: int) -> Matches:
-        """The best records by BM25 over the selection: no other record changes a score."""
+    def find_words(self, selection: Selection, words: Sequence[str], many: int, most: int = MOST_POSTINGS) -> Matches:
+        """The best records by BM25 over the selection: no other record changes a score.
+
+        Words are looked up from the rarest on, while they are in no more than ``most`` records in all.
+        """
 
     @abstractmethod
     def build_index(self, user: str) -> None:
