@@ -29,8 +29,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder to work in, and no endpoint but the test's."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("OPENAI_API_KEY", KEY)
-    for name in ("OPENAI_BASE_URL", "TITANS_MEMORY"):
-        monkeypatch.delenv(name, raising=False)
+    monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     return tmp_path
 
 
@@ -56,7 +55,7 @@ def run(*arguments: str, lines: bytes | None = None) -> int:
 def stored() -> list[Record]:
     store = SqliteStore("store", read_only=True)
     with store.reading():
-        records = store.list_records(None)
+        records = list(store.list_records(None))
     store.close()
     return records
 
@@ -83,9 +82,23 @@ def test_a_fact_told_to_one_process_is_used_by_the_local_model_in_another() -> N
     assert len(lines) == 3 and lines[2].startswith("surprise of the answer ")
 
 
-def test_lines_of_a_pipe_are_messages_and_commands(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_a_pipe_are_messages_whatever_they_begin_with(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ("--llm", "openai:words", "--base-url", endpoint.url)
+    assert run(*arguments, "--message", FACT) == 0
+    lines = ["/forget all", "/quit", "//path", "/nonsense", "Hello."]
+    assert run(*arguments, lines="\n".join(lines).encode()) == 0
+    out, err = capsys.readouterr()
+    assert out == "Good dog.\n" * 6 and err == ""
+    assert [record.text for record in stored() if record.role == "user"] == [FACT, *lines]
+
+
+def test_with_commands_a_pipe_is_obeyed_as_a_terminal_is(
+    endpoint: Endpoint, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = f"{FACT}\n\n{QUESTION}\n/why\n//path is a word\n/memories\n/memories dog\n/help\n/quit\nnever said\n"
-    assert run("--llm", "openai:words", "--base-url", endpoint.url, lines=lines.encode()) == 0
+    assert run("--llm", "openai:words", "--base-url", endpoint.url, "--commands", lines=lines.encode()) == 0
     out, err = capsys.readouterr()
     assert err == ""
     assert out.startswith("Good dog.\nGood dog.\n")
@@ -123,7 +136,7 @@ def test_a_server_that_is_away_loses_no_message(capsys: pytest.CaptureFixture[st
 
 def test_what_is_wrong_with_a_line_stops_no_other(endpoint: Endpoint, capsys: pytest.CaptureFixture[str]) -> None:
     lines = b"\xff\xfe\na\x00b\n/forget\n/forget x\n/nonsense\nHello.\n"
-    assert run("--llm", "openai:words", "--base-url", endpoint.url, lines=lines) == 2
+    assert run("--llm", "openai:words", "--base-url", endpoint.url, "--commands", lines=lines) == 2
     out, err = capsys.readouterr()
     assert out == "Good dog.\n"
     assert [line.split(";")[0].rstrip(".") for line in err.splitlines()] == [
@@ -138,7 +151,7 @@ def test_what_is_wrong_with_a_line_stops_no_other(endpoint: Endpoint, capsys: py
 def test_memories_are_forgotten_by_the_start_of_their_id_or_all(
     endpoint: Endpoint, capsys: pytest.CaptureFixture[str], folder: Path
 ) -> None:
-    arguments = ("--llm", "openai:words", "--base-url", endpoint.url)
+    arguments = ("--llm", "openai:words", "--base-url", endpoint.url, "--commands")
     run(*arguments, lines=b"The code is walrus.\nI like tea.\n")
     first = stored()[0]
     capsys.readouterr()
@@ -149,6 +162,19 @@ def test_memories_are_forgotten_by_the_start_of_their_id_or_all(
     assert run(*arguments, lines=b"/forget all\n/why\n") == 0
     assert capsys.readouterr().out == "3 memories erased.\nNothing has been said yet.\n"
     assert stored() == []
+
+
+def test_forgetting_all_keeps_to_the_scope_and_says_what_stays(capsys: pytest.CaptureFixture[str]) -> None:
+    for scope in ((), ("--session", "s"), ("--agent", "a"), ("--user", "ben")):
+        assert run("--llm", "none", "--message", f"I am here: {scope}", *scope) == 0
+    capsys.readouterr()
+    assert run("--llm", "none", "--commands", lines=b"/forget all\n") == 0
+    assert capsys.readouterr().out == (
+        "1 memories erased. 2 of its other agents and sessions stay; `titans memory delete-all --below` erases them.\n"
+    )
+    assert {(record.user, record.agent, record.session) for record in stored()} == {
+        ("default", None, "s"), ("default", "a", None), ("ben", None, None),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -212,7 +238,7 @@ def test_ctrl_c_stops_an_answer_but_not_the_talk_and_ctrl_d_ends_it() -> None:
         terminal.send("/memories\n")
         terminal.expect("w0 w1 w2")
         terminal.send("/forget all\n")
-        terminal.expect("yes or no: ")
+        terminal.expect("Erase 2 memories of exactly user 'default'? yes or no: ")
         terminal.send("no\n")
         terminal.expect("> ")
         terminal.send("\x04")

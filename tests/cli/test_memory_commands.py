@@ -2,15 +2,19 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.cli.commands import run
+from tests.cli.commands import assert_refused, run
 from titans.text.encoder import TextEncoder
+from titans.text.location import default_store
+from titans.text.memory import Memory
 from titans.text.neural import NeuralConfig, NeuralTextMemory
+from titans.text.records import Record
 
 
 @pytest.fixture(scope="session")
@@ -22,10 +26,32 @@ def loaded() -> TextEncoder:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loaded: TextEncoder) -> Path:
     """An empty folder to work in, and an encoder that is loaded once."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("TITANS_MEMORY", raising=False)
     load = TextEncoder.load
     monkeypatch.setattr(TextEncoder, "load", lambda name=None: loaded if name is None else load(name))
     return tmp_path
+
+
+def default_file() -> Path:
+    return Path(default_store()) / "memory.sqlite3"
+
+
+def remember(text: str, *scope: str) -> str:
+    """Remembers a text of a user, agent and session; returns the id."""
+    with Memory() as memory:
+        return memory.add(text, **dict(zip(("user", "agent", "session"), scope, strict=False))).id
+
+
+def counts() -> dict[str, int]:
+    """How many records the default store has of each scope."""
+    with Memory(read_only=True) as memory:
+        return {"/".join(filter(None, (s.user, s.agent, s.session))): count for s, count in memory.scopes()}
+
+
+class Typist(io.StringIO):
+    """Somebody at a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def read_json(capsys: pytest.CaptureFixture[str]) -> Any:
@@ -58,7 +84,7 @@ def test_scopes_are_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> Non
     assert run("remember", "I like tea.", "--user", "ann", "--agent", "a", "--session", "s", "--role", "user") == 0
     capsys.readouterr()
     assert run("recall", "tea", "--user", "ben") == 2
-    assert "nothing is remembered of user 'ben' in titans-memory." in capsys.readouterr().err
+    assert f"nothing is remembered of user 'ben' in {default_file()}." in capsys.readouterr().err
     assert run("recall", "tea", "--user", "ann", "--session", "other") == 2
     capsys.readouterr()
     assert run("recall", "tea", "--user", "ann", "--json") == 0
@@ -84,7 +110,34 @@ def test_the_store_may_be_named_in_the_environment(
 ) -> None:
     monkeypatch.setenv("TITANS_MEMORY", "elsewhere")
     assert run("remember", "x") == run("memory", "stats") == 0
-    assert Path("elsewhere/memory.sqlite3").is_file() and not Path("titans-memory").exists()
+    assert Path("elsewhere/memory.sqlite3").is_file()
+    monkeypatch.delenv("TITANS_MEMORY")
+    assert not default_file().exists()
+
+
+def test_what_is_remembered_in_one_folder_is_recalled_in_another(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    assert run("remember", "I like tea.") == 0
+    assert list(folder.iterdir()) == []
+    monkeypatch.chdir(folder.parent)
+    capsys.readouterr()
+    assert run("recall", "tea") == 0
+    assert "I like tea." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["remember", "x"], ["recall", "x"], ["memory", "stats"], ["chat", "--llm", "none", "-m", "x"]],
+    ids=str,
+)
+def test_a_store_in_the_old_default_place_is_named_and_not_passed_over(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    assert run("remember", "I like tea.", "--store", "titans-memory") == 0
+    assert_refused(arguments, "(`--store titans-memory`) or move it there", folder, capsys)
+    assert not Path(os.environ["XDG_DATA_HOME"]).exists()
+    assert run(*arguments, "--store", "titans-memory") == 0
 
 
 def test_a_limited_store_stays_limited(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,36 +165,49 @@ def test_figures_and_copies_of_a_store(capsys: pytest.CaptureFixture[str]) -> No
     assert Path("again.jsonl").read_bytes() == Path("out/all.jsonl").read_bytes()
 
 
-def test_other_projections_need_a_reindex(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_projections_need_a_reindex(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     NeuralTextMemory(NeuralConfig(seed=3)).save("trained")
     assert run("remember", "I like tea.") == 0
-    assert run("remember", "I like milk.", "--neural", "trained") == 2
-    error = capsys.readouterr().err
-    assert "memories by other projections" in error and "titans memory reindex" in error and error.count("\n") == 1
+    assert_refused(["remember", "I like milk.", "--neural", "trained"], "`titans memory reindex", folder, capsys)
     assert run("memory", "reindex", "--neural", "trained") == 0
-    assert "1 records of titans-memory have new vectors and memories" in capsys.readouterr().out
+    assert f"1 records of {default_file()} have new vectors and memories" in capsys.readouterr().out
     assert run("remember", "I like milk.", "--neural", "trained") == 0
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["remember", "x"], ["recall", "tea"], ["chat", "--llm", "none", "-m", "tea"]],
+    ids=lambda each: each[0],
+)
+def test_a_store_of_other_weights_offers_the_command_that_makes_it_anew(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], folder: Path, loaded: TextEncoder
+) -> None:
+    with Memory("old", loaded, NeuralTextMemory(NeuralConfig(seed=3))) as memory:
+        memory.add("I like tea.")
+    assert_refused([*arguments, "--store", "old"], "`titans memory reindex", folder, capsys)
+    assert run("memory", "reindex", "--store", "old") == 0
+    assert run(*arguments, "--store", "old") == 0
 
 
 def test_a_damaged_store_is_read_and_recovered(capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts").write_text("\n".join(f"Note {number} is about tea." for number in range(40)))
     assert run("remember", "--file", "texts", "--split", "lines") == 0
-    file = Path("titans-memory/memory.sqlite3")
+    file = default_file()
     file.write_bytes(file.read_bytes()[: file.stat().st_size * 9 // 10 // 8192 * 8192])
     capsys.readouterr()
     assert run("remember", "new") == 2
     error = capsys.readouterr().err
     assert "is damaged" in error and "titans memory recover" in error
-    assert run("memory", "recover", "titans-memory", "--out", "new") == 0
+    assert run("memory", "recover", str(default_store()), "--out", "new") == 0
     assert " records written to new; " in capsys.readouterr().out
     assert run("recall", "tea", "--store", "new") == 0
-    assert run("memory", "recover", "titans-memory", "--out", "new") == 2
+    assert run("memory", "recover", str(default_store()), "--out", "new") == 2
     assert "is there already" in capsys.readouterr().err
 
 
 def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("remember", "The combination is 4711") == 0
-    file = Path("titans-memory/memory.sqlite3")
+    file = default_file()
     file.write_bytes(file.read_bytes().replace(b"4711", b"4712"))
     assert run("memory", "stats", "--check") == 2
     assert "is not what was written; `titans memory recover" in capsys.readouterr().err
@@ -165,11 +231,17 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
         (["remember", "--file", "bad.txt"], "bad.txt is not valid UTF-8 at byte 2."),
         (["remember", "--file", "huge.txt"], "text has 1,200,000 bytes; expected at most 1,000,000"),
         (["remember", "--file", "nowhere.txt"], "'nowhere.txt' does not exist"),
-        (["recall", "x"], "there is no memory store at titans-memory/memory.sqlite3; `titans remember` makes one."),
+        (["recall", "x"], "/titans-memory/memory.sqlite3; `titans remember` makes one."),
+        (["recall", "x", "--store", "new"], "there is no memory store at new/memory.sqlite3; `titans remember` makes"),
         (["memory", "stats"], "there is no memory store at"),
         (["memory", "export", "x.jsonl"], "there is no memory store at"),
         (["memory", "reindex"], "there is no memory store at"),
         (["memory", "recover", "nowhere", "--out", "new"], "there is no memory store at nowhere"),
+        (
+            ["memory", "recover", "postgresql://a:secret@b/c", "--out", "new"],
+            "a server repairs its own files; expected",
+        ),
+        (["memory", "delete-all"], "there is no memory store at"),
         (["memory", "import", "bad.txt"], "bad.txt, line 1 is not valid UTF-8"),
         (["memory", "nonsense"], "No such command 'nonsense'"),
     ],
@@ -182,10 +254,114 @@ def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str, capsys:
     assert words in error and error.startswith("titans: ") and error.count("\n") == 1
 
 
+def test_a_record_is_shown_changed_and_erased_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
+    id, other = remember("I like tea.", "ann"), remember("I like milk.", "ann")
+    assert run("memory", "show", id, "--user", "ann") == 0
+    assert "text           I like tea.\n" in capsys.readouterr().out
+    assert run("memory", "update", id, "I like coffee.", "--metadata", "topic=drinks", "--user", "ann") == 0
+    assert capsys.readouterr().out.startswith(f"Updated {id}, version 2, surprise ")
+    assert run("memory", "show", id, "--user", "ann", "--json") == 0
+    shown = read_json(capsys)
+    assert (shown["text"], shown["metadata"], shown["version"]) == ("I like coffee.", {"topic": "drinks"}, 2)
+    assert run("memory", "delete", id, other, "--user", "ann") == 0
+    assert capsys.readouterr().out == "2 records erased\n"
+    assert counts() == {}
+    assert run("memory", "history", id, "--user", "ann") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[1] for line in lines] == ["add", "update", "delete"] and "tea" not in str(lines)
+
+
+@pytest.mark.parametrize("owner", ["default", "ann"])
+@pytest.mark.parametrize(
+    "arguments",
+    [("show", "ID"), ("history", "ID"), ("update", "ID", "new"), ("delete", "ID")],
+    ids=lambda each: each[0],
+)
+def test_an_id_of_another_user_is_nobodys(
+    arguments: tuple[str, ...], owner: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    id, asking = remember("I like tea.", owner), {"default": "ann", "ann": "default"}[owner]
+    called = ["memory", *(id if word == "ID" else word for word in arguments)]
+    if asking != "default":  # what `titans remember` takes, too
+        called += ["--user", asking]
+    assert_refused(called, f"there is no record '{id}' of user '{asking}'", folder, capsys)
+    with Memory() as memory:
+        kept = memory.get(id, user=owner)
+    assert kept is not None and kept.text == "I like tea."
+
+
+def remember_everywhere() -> None:
+    for scope in (("ann",), ("ann", "a"), ("ann", "a", "s"), ("ann", "b"), ("ben",)):
+        remember(f"I am {scope}.", *scope)
+
+
+def test_exactly_the_scope_is_erased_or_what_is_below_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+    remember_everywhere()
+    assert run("memory", "delete-all", "--user", "ann", "--agent", "a", "--yes") == 0
+    assert capsys.readouterr().out == "1 records erased; 1 below user 'ann', agent 'a' stay without --below\n"
+    assert set(counts()) == {"ann", "ann/a/s", "ann/b", "ben"}
+    assert run("memory", "delete-all", "--user", "ann", "--session", "s", "--yes") == 0
+    assert set(counts()) == {"ann", "ann/a/s", "ann/b", "ben"}
+    assert run("memory", "delete-all", "--user", "ann", "--session", "s", "--below", "--yes") == 0
+    assert set(counts()) == {"ann", "ann/b", "ben"}
+    capsys.readouterr()
+    assert run("memory", "delete-all", "--user", "ann", "--below", "--yes") == 0
+    assert capsys.readouterr().out == "2 records erased\n"
+    assert set(counts()) == {"ben"}
+
+
+@pytest.mark.parametrize(("answer", "left"), [("n\n", 5), ("\n", 5), ("y\n", 1)])
+def test_before_scopes_are_erased_they_are_named_and_counted(
+    answer: str, left: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_everywhere()
+    capsys.readouterr()
+    monkeypatch.setattr(sys, "stdin", Typist(answer))
+    assert run("memory", "delete-all", "--user", "ann", "--below") == 0
+    out = capsys.readouterr().out
+    assert "         1  user 'ann', agent 'a', session 's'\n" in out and "ben" not in out
+    assert "Erase 4 records of 4 scopes? [y/N]: " in out
+    assert ("nothing is erased" in out) == (left == 5) and sum(counts().values()) == left
+
+
+def test_without_a_terminal_nothing_is_erased_unless_it_is_said(
+    capsys: pytest.CaptureFixture[str], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remember_everywhere()
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))
+    words = "there is no terminal to ask in, so 1 records of 1 scopes stay; --yes erases without asking"
+    assert_refused(["memory", "delete-all", "--user", "ann"], words, folder, capsys)
+    assert sum(counts().values()) == 5
+
+
+def test_many_scopes_are_counted_and_not_all_listed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Memory() as memory:
+        memory.restore([Record(f"{n}", f"Note {n}", session=f"{n}") for n in range(25)])
+    monkeypatch.setattr(sys, "stdin", Typist("n\n"))
+    assert run("memory", "delete-all", "--below") == 0
+    out = capsys.readouterr().out
+    assert out.count("session") == 20 and "and 5 more scopes" in out and "Erase 25 records of 25 scopes?" in out
+
+
+@pytest.mark.parametrize("arguments", [["remember", "x"], ["memory", "stats"]], ids=["remember", "stats"])
+def test_a_server_that_is_away_is_one_sentence_without_the_password(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    url = "postgresql://ann:hush@127.0.0.1:1/memories"
+    assert run(*arguments, "--store", url) == 2
+    error = capsys.readouterr().err
+    assert "postgresql://ann:***@127.0.0.1:1/memories" in error and "hush" not in error
+    monkeypatch.setenv("TITANS_MEMORY", url)
+    assert_refused(arguments, error.removeprefix("titans: "), folder, capsys)
+
+
 def test_help_tells_of_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--help") == 0
     out = capsys.readouterr().out
     assert all(verb in out for verb in ("remember", "recall", "memory"))
     assert run("memory", "--help") == 0
     out = capsys.readouterr().out
-    assert all(verb in out for verb in ("stats", "export", "import", "reindex", "recover"))
+    verbs = "stats show history update delete delete-all export import reindex recover"
+    assert all(f" {verb} " in out for verb in verbs.split())

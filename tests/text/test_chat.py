@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -186,6 +187,17 @@ def test_everything_of_a_scope_can_be_forgotten(endpoint: Endpoint, memory: Memo
     assert talk.forget_all() == 2
     assert talk.history == [] and talk.last is None
     assert texts(memory) == [] and len(texts(memory, "bob")) == 1
+
+
+@pytest.mark.parametrize("scope", [Scope("ann"), Scope("ann", "a"), Scope("ann", session="s"), Scope("ann", "a", "s")])
+def test_forgetting_all_erases_exactly_its_scope(scope: Scope, memory: Memory) -> None:
+    everywhere = [
+        Scope(user, agent, session) for user in ("ann", "ben") for agent in (None, "a", "b") for session in (None, "s")
+    ]
+    for each in everywhere:
+        memory.add(FACT, **asdict(each))
+    assert Conversation(memory, NoLLM(), scope).forget_all() == 1
+    assert [each for each, _ in memory.scopes()] == [each for each in everywhere if each != scope]
 
 
 def test_a_talk_within_a_session_keeps_to_it(endpoint: Endpoint, memory: Memory) -> None:

@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from titans.cli.memory import (
-    DEFAULT_STORE,
     Agent,
     Encoder,
     Limit,
     Neural,
     Session,
     Store,
-    Url,
     User,
+    covered_scopes,
     open_memory,
 )
 
@@ -31,7 +30,8 @@ if TYPE_CHECKING:
 
 HELP = """\
 /memories         list the newest memories; /memories WORDS: those that match
-/forget ID        erase a memory for good (the start of its id is enough); /forget all: all memories of this scope
+/forget ID        erase a memory for good (the start of its id is enough)
+/forget all       erase all memories of exactly this user, agent and session
 /why              show what was recalled for the last message, and why, and how surprising the message was
 /help             show this
 /quit             leave, as Ctrl-D does; Ctrl-C stops an answer
@@ -45,7 +45,7 @@ def chat(
     message: Annotated[
         str | None, typer.Option("--message", "-m", help="Send one message, print the answer, and exit.")
     ] = None,
-    store: Store = DEFAULT_STORE,
+    store: Store = None,
     user: User = "default",
     agent: Agent = None,
     session: Session = None,
@@ -76,16 +76,21 @@ def chat(
     show: Annotated[
         bool, typer.Option("--show", help="Show what is recalled and how surprising each message is.")
     ] = False,
+    commands: Annotated[
+        bool,
+        typer.Option(
+            "--commands", help="Obey lines that begin with / without a terminal, too; /forget all then does not ask."
+        ),
+    ] = False,
     limit: Limit = None,
     encoder: Encoder = None,
     neural: Neural = None,
-    url: Url = None,
 ) -> None:
     """Talk to a language model that remembers what was said, now and in earlier conversations.
 
-    Without a terminal, each line of the input is a message.
+    In a terminal, /help lists the commands. Without one, each line of the input is a message, whatever it begins with.
     """
-    with open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit, url=url) as memory:
+    with open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory:
         from titans.text.chat import Conversation
         from titans.text.llm import make_llm
         from titans.text.records import Scope
@@ -97,7 +102,7 @@ def chat(
                 _answer(conversation, message, show)
             elif sys.stdin.isatty():
                 _converse(conversation, show)
-            elif not _read_all(conversation, show):
+            elif not _read_all(conversation, show, commands):
                 raise typer.Exit(2)
 
 
@@ -120,12 +125,16 @@ def _converse(conversation: Conversation, show: bool) -> None:
             _complain(error)
 
 
-def _read_all(conversation: Conversation, show: bool) -> bool:
-    """Takes each line of the input as a message or command; False if something went wrong with one."""
+def _read_all(conversation: Conversation, show: bool, commands: bool) -> bool:
+    """Takes each line of the input as a message, or as in a terminal; False if something went wrong with one."""
     fine = True
     for data in sys.stdin.buffer:
         try:
-            if not _handle(conversation, data.decode("utf-8"), show, lambda question: True):
+            line = data.decode("utf-8").strip()
+            if not commands:
+                if line:
+                    _answer(conversation, line, show)
+            elif not _handle(conversation, line, show, lambda question: True):
                 break
         except UnicodeDecodeError as error:
             _complain(ValueError(f"a line of the input is not valid UTF-8 at byte {error.start}"))
@@ -225,8 +234,12 @@ def _memories(conversation: Conversation, words: str) -> Table:
 
 def _forget(conversation: Conversation, which: str, confirm: Callable[[str], bool]) -> None:
     if which == "all":
-        if confirm(f"Erase every memory of {conversation.scope}?"):
-            typer.echo(f"{conversation.forget_all():,} memories erased.")
+        memory, scope = conversation.memory, conversation.scope
+        if confirm(f"Erase {covered_scopes(memory, scope).get(scope, 0):,} memories of exactly {scope}?"):
+            count = conversation.forget_all()
+            left = sum(covered_scopes(memory, scope).values())
+            stay = f" {left:,} of its other agents and sessions stay; `titans memory delete-all --below` erases them."
+            typer.echo(f"{count:,} memories erased.{stay if left else ''}")
         return
     if not which:
         raise ValueError("/forget takes the id of a memory, or all; /memories lists them")

@@ -1,32 +1,39 @@
-"""`titans memory`: inspect, copy and repair a store of texts; and the options that other commands share."""
+"""`titans memory`: inspect, change, copy and repair a store of texts; and the options that other commands share."""
 
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titans.cli.common import bar, check_output, pairs, require
+from titans.cli.common import bar, check_output, one_sentence, pairs, require
 
 if TYPE_CHECKING:
     from titans.text.memory import Memory
+    from titans.text.records import Scope
 
-app = typer.Typer(no_args_is_help=True, help="Inspect, copy and repair a store of texts.")
+app = typer.Typer(no_args_is_help=True, help="Inspect, change, copy and repair a store of texts.")
 
-Store = Annotated[Path, typer.Option("--store", envvar="TITANS_MEMORY", help="Folder or file of the store.")]
+Store = Annotated[
+    str | None,
+    typer.Option(
+        "--store",
+        envvar="TITANS_MEMORY",
+        help="Folder or file of the store, or postgresql://USER@HOST/NAME; by default, a folder for your own data.",
+    ),
+]
 Encoder = Annotated[
     str | None, typer.Option(help="Folder or hub name of the text encoder; by default the one that is installed.")
 ]
 Neural = Annotated[
     Path | None, typer.Option(help="Folder written by `titans text train`; by default the memory is untrained.")
-]
-Url = Annotated[
-    str | None, typer.Option(help="Use Qdrant as the vector index: URL of a server, or a folder for its local mode.")
 ]
 User = Annotated[str, typer.Option(help="User that the memory belongs to.")]
 Agent = Annotated[str | None, typer.Option(help="Agent that the memory belongs to.")]
@@ -36,7 +43,8 @@ Limit = Annotated[
     typer.Option(min=1, help="Largest number of records in the store; beyond it, the least surprising are erased."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-DEFAULT_STORE = Path("titans-memory")
+Id = Annotated[str, typer.Argument(help="Id of the record.")]
+LISTED = 20  # scopes that are named before they are erased
 
 
 def json_pairs(items: list[str], option: str) -> dict[str, Any]:
@@ -46,7 +54,7 @@ def json_pairs(items: list[str], option: str) -> dict[str, Any]:
 
 
 @contextmanager
-def open_memory(store: Path, new: bool = False, **options: Any) -> Iterator[Memory]:
+def open_memory(store: str | None, new: bool = False, **options: Any) -> Iterator[Memory]:
     """An open memory; what is wrong with it or with what is asked of it becomes one sentence.
 
     With ``new``, a store that does not exist is created.
@@ -54,19 +62,17 @@ def open_memory(store: Path, new: bool = False, **options: Any) -> Iterator[Memo
     require("the text memory", "transformers", "text")
 
     from titans.text.database import locate
+    from titans.text.location import default_store, is_server
     from titans.text.memory import Memory
 
-    file = locate(store)
-    if not new and not file.is_file():
-        raise typer.BadParameter(f"there is no memory store at {file}; `titans remember` makes one.")
-    with warnings.catch_warnings():
+    with one_sentence(), warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show_warning
-        try:
-            with Memory(store, **options) as memory:
-                yield memory
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+        place = default_store() if store is None else store
+        if not (new or is_server(place) or locate(place).is_file()):
+            raise ValueError(f"there is no memory store at {locate(place)}; `titans remember` makes one.")
+        with Memory(place, **options) as memory:
+            yield memory
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -75,7 +81,7 @@ def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
 
 @app.command("stats")
 def stats(
-    store: Store = DEFAULT_STORE,
+    store: Store = None,
     user: Annotated[str | None, typer.Option(help="Show only this user.")] = None,
     check: Annotated[bool, typer.Option("--check", help="Read the whole store and report damage.")] = False,
     as_json: AsJson = False,
@@ -88,6 +94,7 @@ def stats(
             for scope, count in memory.scopes(user)
         ]
         problems = memory.check() if check else []
+        name = memory.store.name
     if check:
         figures["problems"] = problems
     if as_json:
@@ -95,26 +102,140 @@ def stats(
     else:
         _show(figures)
     if problems:
-        raise typer.BadParameter(
-            f"{figures.get('path', store)} is damaged, {problems[0]}; "
-            f"`titans memory recover {store} --out NEW` salvages what can be read."
-        )
+        from titans.text.location import is_server
+
+        salvage = f"; `titans memory recover {name} --out NEW` salvages what can be read."
+        raise typer.BadParameter(f"{name} is damaged, {problems[0]}{'.' if is_server(name) else salvage}")
 
 
 def _show(figures: dict[str, Any]) -> None:
-    for name, value in figures.items():
-        if name not in ("by_scope", "problems") and value is not None:
-            shown = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else value
-            typer.echo(f"{name.replace('_', ' '):15}{shown}")
+    _show_fields({name: figures[name] for name in figures if name not in ("by_scope", "problems")})
     for row in figures["by_scope"]:
         names = ", ".join(f"{name} {row[name]!r}" for name in ("user", "agent", "session") if row[name])
         typer.echo(f"{row['records']:>10,}  {names}")
 
 
+def _show_fields(fields: dict[str, Any]) -> None:
+    for name, value in fields.items():
+        if value is not None:
+            shown = f"{value:,}" if isinstance(value, int) else f"{value:.3f}" if isinstance(value, float) else value
+            typer.echo(f"{name.replace('_', ' '):15}{shown}")
+
+
+@app.command("show")
+def show(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
+    """Show a record."""
+    with open_memory(store) as memory:
+        record = memory.get(id, user=user)
+        if record is None:
+            raise _unknown(id, user)
+    if as_json:
+        typer.echo(json.dumps(record.to_dict(), ensure_ascii=False, indent=2))
+    else:
+        _show_fields(record.to_dict())
+
+
+@app.command("history")
+def history(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
+    """Show what happened to a record; texts that were erased are not shown."""
+    with open_memory(store) as memory:
+        events = memory.history(id, user=user)
+        if not events:
+            raise _unknown(id, user)
+    if as_json:
+        typer.echo(json.dumps([asdict(event) for event in events], ensure_ascii=False, indent=2))
+        return
+    for event in events:
+        text = "" if event.text is None else " ".join(event.text.split())
+        typer.echo(f"{event.at[:19]}  {event.kind:10}{text}".rstrip())
+
+
+def _unknown(id: str, user: str) -> ValueError:
+    return ValueError(f"there is no record {id!r} of user {user!r}")
+
+
+@app.command("update")
+def update(
+    id: Id,
+    text: Annotated[str | None, typer.Argument(help="New text; without one, only the metadata change.")] = None,
+    store: Store = None,
+    user: User = "default",
+    metadata: Annotated[
+        list[str], typer.Option("--metadata", help="Keep NAME=VALUE instead of the old metadata; may be repeated.")
+    ] = [],  # noqa: B006
+    keep_old: Annotated[
+        bool, typer.Option("--keep-old", help="Keep the old text in the record's history instead of erasing it.")
+    ] = False,
+    encoder: Encoder = None,
+    neural: Neural = None,
+) -> None:
+    """Replace the text or the metadata of a record."""
+    with open_memory(store, encoder=encoder, neural=neural) as memory:
+        data = json_pairs(metadata, "--metadata") if metadata else None
+        record = memory.update(id, text, data, user=user, keep_old=keep_old)
+    typer.echo(f"Updated {record.id}, version {record.version}, surprise {record.surprise:.3f}.")
+
+
+@app.command("delete")
+def delete(
+    ids: Annotated[list[str], typer.Argument(help="Ids of the records.")],
+    store: Store = None,
+    user: User = "default",
+    neural: Neural = None,
+) -> None:
+    """Erase records for good: all of them or, if one is unknown, none."""
+    with open_memory(store, neural=neural) as memory:
+        count = memory.delete(ids, user=user)
+    typer.echo(f"{count:,} records erased")
+
+
+@app.command("delete-all")
+def delete_all(
+    store: Store = None,
+    user: User = "default",
+    agent: Agent = None,
+    session: Session = None,
+    below: Annotated[
+        bool, typer.Option("--below", help="Erase what is below, too: of any agent or session that is not named.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+) -> None:
+    """Erase every record of exactly this user, agent and session for good, with the history."""
+    with open_memory(store) as memory:
+        from titans.text.records import Scope
+
+        scope = Scope(user, agent, session)
+        covered = covered_scopes(memory, scope)
+        erased = covered if below else {each: covered[each] for each in covered if each == scope}
+        if erased and not yes and not _confirm(erased):
+            typer.echo("nothing is erased")
+            return
+        count = memory.delete_all(user=user, agent=agent, session=session, below=below)
+        left = sum(covered_scopes(memory, scope).values())
+    typer.echo(f"{count:,} records erased" + (f"; {left:,} below {scope} stay without --below" if left else ""))
+
+
+def covered_scopes(memory: Memory, scope: Scope) -> dict[Scope, int]:
+    """The scope and those below it that have records, with the number of them."""
+    return {each: count for each, count in memory.scopes(scope.user) if scope.covers(each)}
+
+
+def _confirm(scopes: dict[Scope, int]) -> bool:
+    """Says what would be erased, and asks."""
+    many = f"{sum(scopes.values()):,} records of {len(scopes):,} scopes"
+    if not sys.stdin.isatty():
+        raise ValueError(f"there is no terminal to ask in, so {many} stay; --yes erases without asking")
+    for scope, count in [*scopes.items()][:LISTED]:
+        typer.echo(f"{count:>10,}  {scope}")
+    if len(scopes) > LISTED:
+        typer.echo(f"{'':>10}  and {len(scopes) - LISTED:,} more scopes")
+    return typer.confirm(f"Erase {many}?")
+
+
 @app.command("export")
 def export(
     file: Annotated[Path, typer.Argument(help="JSONL file to write.")],
-    store: Store = DEFAULT_STORE,
+    store: Store = None,
     user: Annotated[str | None, typer.Option(help="Export only the records of this user.")] = None,
 ) -> None:
     """Write all records to a file, one JSON object per line."""
@@ -127,44 +248,40 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="JSONL file; each object needs a text.")],
-    store: Store = DEFAULT_STORE,
+    store: Store = None,
     encoder: Encoder = None,
     neural: Neural = None,
-    url: Url = None,
 ) -> None:
     """Add the records of a JSONL file, in their order; records that are already there are skipped."""
-    with (
-        bar("encoding") as move,
-        open_memory(store, new=True, encoder=encoder, neural=neural, url=url) as memory,
-    ):
-        count = memory.import_(file, move)
-    typer.echo(f"{count:,} records added to {store}")
+    with bar("encoding") as move, open_memory(store, new=True, encoder=encoder, neural=neural) as memory:
+        count, name = memory.import_(file, move), memory.store.name
+    typer.echo(f"{count:,} records added to {name}")
 
 
 @app.command("reindex")
-def reindex(store: Store = DEFAULT_STORE, encoder: Encoder = None, neural: Neural = None, url: Url = None) -> None:
+def reindex(store: Store = None, encoder: Encoder = None, neural: Neural = None) -> None:
     """Make all vectors and memories again, with the given encoder and projections."""
-    with bar("encoding") as move, open_memory(store, encoder=encoder, neural=neural, url=url) as memory:
-        count = memory.reindex(move)
-    typer.echo(f"{count:,} records of {store} have new vectors and memories")
+    with bar("encoding") as move, open_memory(store, encoder=encoder, neural=neural) as memory:
+        count, name = memory.reindex(move), memory.store.name
+    typer.echo(f"{count:,} records of {name} have new vectors and memories")
 
 
 @app.command("recover")
 def recover(
-    store: Annotated[Path, typer.Argument(help="Folder or file of the damaged store, which is not changed.")],
-    out: Annotated[Path, typer.Option(help="Folder or file of the new store.")],
+    store: Annotated[str, typer.Argument(help="Folder or file of the damaged store, which is not changed.")],
+    out: Annotated[str, typer.Option(help="Folder or file of the new store.")],
     encoder: Encoder = None,
     neural: Neural = None,
 ) -> None:
     """Copy what can still be read of a damaged store to a new one."""
     require("the text memory", "transformers", "text")
 
+    from titans.text.location import is_server
     from titans.text.recovery import recover as run
 
-    try:
-        with bar("reading") as move:
-            found = run(store, out, encoder, neural, move)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    with one_sentence(), bar("reading") as move:
+        if is_server(store) or is_server(out):
+            raise ValueError("a server repairs its own files; expected the folder or file of a store")
+        found = run(store, out, encoder, neural, move)
     lost = "it is not known how many are lost" if found.lost is None else f"{found.lost:,} are lost"
     typer.echo(f"{len(found.records):,} records written to {out}; {lost}")

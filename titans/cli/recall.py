@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from titans.cli.memory import DEFAULT_STORE, AsJson, Encoder, Neural, Store, Url, User, json_pairs, open_memory
+from titans.cli.memory import AsJson, Encoder, Neural, Store, User, json_pairs, open_memory
 
 if TYPE_CHECKING:
     from titans.text.records import Hit
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def recall(
     query: Annotated[str, typer.Argument(help="The question.")],
-    store: Store = DEFAULT_STORE,
+    store: Store = None,
     user: User = "default",
     agent: Annotated[str | None, typer.Option(help="Search only the memory of this agent.")] = None,
     session: Annotated[str | None, typer.Option(help="Search only the memory of this conversation.")] = None,
@@ -28,17 +28,16 @@ def recall(
     why: Annotated[bool, typer.Option("--why", help="Show the parts of each score.")] = False,
     encoder: Encoder = None,
     neural: Neural = None,
-    url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Find the texts of a memory that match a question best."""
-    with open_memory(store, encoder=encoder, neural=neural, url=url) as memory:
+    with open_memory(store, encoder=encoder, neural=neural) as memory:
         found = memory.search(
             query, user=user, agent=agent, session=session, filters=json_pairs(filter_, "--filter"), limit=limit,
             threshold=threshold,
         )  # fmt: skip
-    if found.note is not None:
-        raise typer.BadParameter(f"{found.note} in {store}.")
+        if found.note is not None:
+            raise ValueError(f"{found.note} in {memory.store.name}.")
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(found), ensure_ascii=False, indent=2))
         return

@@ -11,7 +11,6 @@ import typer
 
 from titans.cli.common import bar
 from titans.cli.memory import (
-    DEFAULT_STORE,
     Agent,
     AsJson,
     Encoder,
@@ -19,7 +18,6 @@ from titans.cli.memory import (
     Neural,
     Session,
     Store,
-    Url,
     User,
     json_pairs,
     open_memory,
@@ -34,7 +32,7 @@ def remember(
     split: Annotated[
         str, typer.Option(help="Remember the input or file as a whole, or each of its lines or paragraphs.")
     ] = "whole",
-    store: Store = DEFAULT_STORE,
+    store: Store = None,
     user: User = "default",
     agent: Agent = None,
     session: Session = None,
@@ -45,7 +43,6 @@ def remember(
     limit: Limit = None,
     encoder: Encoder = None,
     neural: Neural = None,
-    url: Url = None,
     as_json: AsJson = False,
 ) -> None:
     """Write a text to a memory, and say how surprising it was."""
@@ -56,7 +53,7 @@ def remember(
     texts = [text] if text is not None and text != "-" else _cut(_read(file), split)
     with (
         bar("remembering") as move,
-        open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit, url=url) as memory,
+        open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory,
     ):
         records = []
         for start in range(0, len(texts), 1000):

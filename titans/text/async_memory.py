@@ -30,7 +30,7 @@ class AsyncMemory:
     Takes what :class:`Memory` takes, or one that is already open.
     """
 
-    def __init__(self, memory: Memory | str | Path = "titans-memory", **options: Any) -> None:
+    def __init__(self, memory: Memory | str | Path | None = None, **options: Any) -> None:
         self.memory = memory if isinstance(memory, Memory) else Memory(memory, **options)
 
     async def __aenter__(self) -> AsyncMemory:

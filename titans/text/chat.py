@@ -128,7 +128,7 @@ class Conversation:
     def forget(self, id: str) -> None:
         """Erases a record of this scope from the memory, and its exchange from this conversation."""
         record = self.memory.get(id, user=self.scope.user)
-        if record is None or not self._covers(record):
+        if record is None or not self.scope.covers(record.scope):
             raise ValueError(f"there is no record {id!r} of {self.scope}")
         self.memory.delete(id, user=self.scope.user)
         pairs = zip(self._said[::2], self._said[1::2], strict=True)
@@ -136,14 +136,13 @@ class Conversation:
         self.last = None  # it may hold the text
 
     def forget_all(self) -> int:
-        """Erases everything in this scope, and this conversation; returns how many records there were."""
+        """Erases every record of exactly this scope, and this conversation; returns how many records there were.
+
+        What was said to other agents or in other sessions of the user stays, even if this scope covers it.
+        """
         count = self.memory.delete_all(**asdict(self.scope))
         self._said, self.last = [], None
         return count
-
-    def _covers(self, record: Record) -> bool:
-        wanted = ((self.scope.agent, record.agent), (self.scope.session, record.session))
-        return all(name is None or name == its for name, its in wanted)
 
 
 def printable(text: str) -> str:
