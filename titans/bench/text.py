@@ -14,7 +14,8 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,13 +28,16 @@ from titans.bench.timing import about, bar_figure, new_report, work_folder
 from titans.report.page import Figure, Section, Table
 from titans.report.progress import Progress, silent
 from titans.text.encoder import CachedEncoder, TextEncoder
-from titans.text.index import Selection, nearest_exact
+from titans.text.index import nearest_exact
 from titans.text.memory import Memory
+from titans.text.records import Scope
+from titans.text.store import Matches, Selection, Store
 
 LONGEST = 300  # characters; longer sentences are cut at a comma or semicolon
 SHORT = 60  # characters of a short text, such as a line of a conversation
 WARM_UP = 5  # questions before the first that is timed
 NEAREST = 10
+MANY = 2_000  # candidates of the neural voice in an exact ranking
 PART = 1000  # sentences that are written at a time
 USER = "reader"
 STORE, WRITTEN = "Search, deletion and size", "Records written per second"  # titles of sections
@@ -128,19 +132,53 @@ def time_searches(memory: Memory, real: TextEncoder, questions: list[str]) -> di
     return found
 
 
-def index_recall(memory: Memory, vectors: np.ndarray) -> float:
-    """The share of the exactly nearest records that the index finds."""
-    shares = []
-    with memory.store.reading():
-        user = memory.store.find_user(USER)
-        assert user is not None
-        index = memory._index()
-        places, matrix = memory.store.vectors_between(user.id, 0, 1 << 60, vectors.shape[1])
-        for vector in vectors:
-            exact = set(places[nearest_exact(matrix, vector, NEAREST)[0]].tolist())
-            found = index.nearest(Selection(USER, user), vector, NEAREST)[0]
-            shares.append(len(exact & set(found.tolist())) / len(exact))
-    return float(np.mean(shares))
+class ExactStore:
+    """A store that compares a question with every record and looks up every word: what the index is measured by."""
+
+    def __init__(self, store: Store, width: int) -> None:
+        self._store = store
+        with store.reading():
+            self._seqs = np.array([seq for seq, _, _ in store.texts()])
+            self._matrix = store.vectors(self._seqs.tolist(), width)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def nearest(self, selection: Selection, vectors: np.ndarray, many: int) -> list[tuple[np.ndarray, np.ndarray]]:
+        """As :meth:`Store.nearest`, of the only user."""
+        found = (nearest_exact(self._matrix, vector, many) for vector in vectors)
+        return [(self._seqs[rows], scores) for rows, scores in found]
+
+    def find_words(self, selection: Selection, words: list[str], many: int) -> Matches:
+        """As :meth:`Store.find_words`, without a limit to how common they are."""
+        return self._store.find_words(selection, words, many, most=1 << 60)
+
+
+def measure_recall(memory: Memory, questions: list[str]) -> dict[str, float]:
+    """The shares of the exactly nearest records, and of the hits of an exact ranking, that are found."""
+    vectors = memory.encoder.encode(questions)
+    exact, store, ranking = ExactStore(memory.store, vectors.shape[1]), memory.store, memory.ranking
+    with store.reading():
+        selection = store.select(Scope(USER), {})
+        assert selection is not None
+        of_index = [each.nearest(selection, vectors, NEAREST) for each in (exact, store)]
+    hits, ignored = [], []
+    for each, many in ((exact, MANY), (store, ranking.candidates)):
+        memory.store, memory.ranking = each, replace(ranking, candidates=many)  # type: ignore[assignment]
+        found = [memory.search(question, user=USER, limit=NEAREST) for question in questions]
+        hits.append([{hit.record.id for hit in one} for one in found])
+        ignored = [bool(one.ignored) for one in found]
+    memory.store, memory.ranking = store, ranking
+    return {
+        "index_recall": _shared([[set(seqs.tolist()) for seqs, _ in each] for each in of_index]),
+        "ranking_recall": _shared(hits),
+        "questions_with_ignored_words": float(np.mean(ignored)),
+    }
+
+
+def _shared(found: Sequence[Sequence[set[Any]]]) -> float:
+    """The mean share of each first set that the second one has."""
+    return float(np.mean([len(whole & part) / len(whole) for whole, part in zip(*found, strict=True)]))
 
 
 def run_text_benchmark(
@@ -182,14 +220,14 @@ def _measure_store(store: Path, known: TextEncoder, real: TextEncoder, questions
         results["open_seconds"] = time.perf_counter() - start
         results["first_search_seconds"] = seconds(lambda: memory.search(questions[0], user=USER))
         results |= time_searches(memory, real, questions[1:])
-        results["index_recall"] = index_recall(memory, real.encode(questions))
+        results |= measure_recall(memory, questions)
         stats = memory.stats()
         results |= {"index_segments": stats["index_segments"], "megabytes": stats["bytes"] / 1e6}
         newest = memory.records(user=USER, limit=1)[0]
-        results["delete_newest_seconds"] = seconds(lambda: memory.delete(newest.id))
+        results["delete_newest_seconds"] = seconds(lambda: memory.delete(newest.id, user=USER))
         with memory.store.reading():
             oldest = memory.store.records([1])[1]
-        results["delete_oldest_seconds"] = seconds(lambda: memory.delete(oldest.id))
+        results["delete_oldest_seconds"] = seconds(lambda: memory.delete(oldest.id, user=USER))
     return results
 
 
@@ -206,6 +244,8 @@ def sections(report: dict[str, Any]) -> list[Section]:
         ["encoding the question alone, median", f"{found['encode_p50_ms']:.1f} ms"],
         ["encoding the question alone, p95", f"{found['encode_p95_ms']:.1f} ms"],
         [f"of the exactly nearest {NEAREST}, found by the index", f"{found['index_recall']:.1%}"],
+        [f"of the {NEAREST} hits of an exact ranking, found by a search", f"{found['ranking_recall']:.1%}"],
+        ["questions with words too common to look up", f"{found['questions_with_ignored_words']:.1%}"],
         ["opening the store", _time(found["open_seconds"])],
         ["first search", _time(found["first_search_seconds"])],
         ["deleting the newest record", _time(found["delete_newest_seconds"])],
