@@ -40,6 +40,7 @@ NEEDS = {
     "forecasting": (("transformers", "pandas", "neuralforecast", "matplotlib"), "forecast,plot"),
     "genomics": (("transformers", "matplotlib"), "models,plot"),
     "memory": (("transformers", "matplotlib"), "models,plot"),
+    "memory-benchmarks": (("transformers", "matplotlib"), "text,plot"),
     "surprise": (("transformers", "matplotlib"), "text,plot"),
     "text-memory": (("transformers", "matplotlib"), "text,plot"),
     "throughput": (("transformers", "matplotlib"), "models,plot"),
@@ -242,6 +243,31 @@ def memory(out: Out = Path("runs/memory"), quick: Quick = False) -> None:
         from titans.experiments.memory import run_memory
 
         run_memory(out, move, this_command(), quick)
+
+
+@app.command("memory-benchmarks", help=PROGRAMS["memory-benchmarks"])
+def memory_benchmarks(
+    data: Annotated[
+        list[Path],
+        typer.Argument(
+            metavar="FILE...",
+            help="Files of LoCoMo or LongMemEval, or folders of BEAM: one conversation's, or one that has several.",
+        ),
+    ],
+    out: Out = Path("runs/memory-benchmarks"),
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Ask so many questions of each file, evenly spread over it. Default: all.")
+    ] = None,
+    per_session: Annotated[
+        bool, typer.Option("--per-session", help="Give each session a scope of its own, instead of each conversation.")
+    ] = False,
+    quick: Quick = False,
+) -> None:
+    with _program("memory-benchmarks", out, quick) as (out, move):
+        from titans.experiments.memory_benchmarks import MemoryBenchmarks, run_memory_benchmarks
+
+        experiment = MemoryBenchmarks(tuple(map(str, data)), limit, per_session)
+        run_memory_benchmarks(experiment.quick() if quick else experiment, out, move, this_command())
 
 
 @app.command("surprise", help=PROGRAMS["surprise"])

@@ -18,6 +18,7 @@ PROGRAMS = {
     "forecasting": "Train our forecasters and others on the same windows of time series: the paper's Table 3.",
     "genomics": "Classify DNA with our models and others at equal size: the paper's Table 4.",
     "memory": "How many pairs an untrained memory holds, by depth and width, for how long, and what surprises it.",
+    "memory-benchmarks": "How much of the evidence a text memory finds in LoCoMo, LongMemEval and BEAM, and its cost.",
     "surprise": "Whether a text memory finds a contradiction more surprising than a paraphrase of what it was told.",
     "text-memory": "What the neural memory adds to the search of a text memory, and tests where a memory should win.",
     "throughput": "Training speed against length, and against the memory's depth: the paper's Figures 8 and 9.",
