@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +12,9 @@ import pytest
 
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.memory import Memory
+
+Opener = Callable[..., Memory]
+Place = Callable[[str], str]
 
 
 @pytest.fixture(scope="session")
@@ -24,36 +29,33 @@ def other_encoder() -> TextEncoder:
     return CachedEncoder(TextEncoder.load(pooling="cls"))
 
 
-@pytest.fixture(params=["sqlite", "qdrant"])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Runs a test with the vectors in this process, and with Qdrant."""
-    name: str = request.param
-    return name
-
-
-Opener = Callable[..., Memory]
+@pytest.fixture(params=["sqlite", "postgres"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> Place:
+    """Where stores are, by name: in files, and on a real PostgreSQL server."""
+    if request.param == "sqlite":
+        return lambda name: str(tmp_path / name)
+    return functools.cache(request.getfixturevalue("new_schema"))
 
 
 @pytest.fixture
 def open_plain(tmp_path: Path, encoder: TextEncoder) -> Iterator[Opener]:
-    """Opens stores by name."""
-    opened = []
-
-    def open_(name: str = "store", **options: Any) -> Memory:
-        opened.append(Memory(tmp_path / name, **{"encoder": encoder, **options}))
-        return opened[-1]
-
-    yield open_
-    for memory in opened:
-        memory.close()
+    """Opens stores by name, in files."""
+    with _opening(lambda name: str(tmp_path / name), encoder) as opener:
+        yield opener
 
 
 @pytest.fixture
-def open_memory(tmp_path: Path, open_plain: Opener, backend: str) -> Opener:
-    """Opens stores by name, with one vector index or the other."""
+def open_memory(place: Place, encoder: TextEncoder) -> Iterator[Opener]:
+    """Opens stores by name, in one engine and in the other."""
+    with _opening(place, encoder) as opener:
+        yield opener
 
-    def open_(name: str = "store", **options: Any) -> Memory:
-        url = str(tmp_path / f"{name}-qdrant") if backend == "qdrant" else None
-        return open_plain(name, url=url, **options)
 
-    return open_
+@contextmanager
+def _opening(place: Place, encoder: TextEncoder) -> Iterator[Opener]:
+    with ExitStack() as opened:
+
+        def open_(name: str = "store", **options: Any) -> Memory:
+            return opened.enter_context(Memory(place(name), **{"encoder": encoder, **options}))
+
+        yield open_
