@@ -54,6 +54,7 @@ class AsyncMemory:
     scopes = _in_thread(Memory.scopes)
     stats = _in_thread(Memory.stats)
     check = _in_thread(Memory.check)
+    compact = _in_thread(Memory.compact)
     export = _in_thread(Memory.export)
     import_ = _in_thread(Memory.import_)
     restore = _in_thread(Memory.restore)

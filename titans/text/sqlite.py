@@ -476,6 +476,13 @@ class SqliteStore(Database, Store):
         self.set_meta("erasing", None)
         self._run("COMMIT")
 
+    def compact(self) -> None:
+        """Rewrites the file without the space of what was erased."""
+        self.require_writable()
+        with self.lock, self._as_sentences():
+            self._run("VACUUM")
+            self._run("PRAGMA wal_checkpoint(TRUNCATE)")
+
     def _drop_strays(self) -> None:
         """Deletes files of the index that are neither valid nor being built; called while nobody else can write."""
         if not self.index_folder.is_dir():

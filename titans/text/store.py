@@ -312,6 +312,10 @@ class Store(ABC):
     def finish_erasing(self) -> None:
         """After that transaction, outside of it: nothing of what was erased is left where the engine can reach it."""
 
+    @abstractmethod
+    def compact(self) -> None:
+        """Rewrites the tables without the space of what was erased; called outside of transactions, takes a while."""
+
 
 class Stemmer:
     """Words as the index of words knows them; both engines use SQLite's stemmer, so that they find the same."""
