@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from titans.text.location import default_store
 from titans.text.memory import Memory
 from titans.text.neural import NeuralConfig, NeuralTextMemory
 from titans.text.records import Record
+from titans.text.sqlite import SqliteStore
 
 
 @pytest.fixture(scope="session")
@@ -78,6 +80,36 @@ def test_what_is_remembered_is_recalled(capsys: pytest.CaptureFixture[str]) -> N
     assert run("recall", "Where does Anna live?", "--filter", "topic=family", "--json") == 0
     found = read_json(capsys)
     assert len(found["hits"]) == 2 and found["hits"][0]["record"]["metadata"] == {"topic": "family"}
+
+
+def test_what_is_told_again_is_counted_and_not_kept_twice(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("remember", "I like tea.") == run("remember", "I like tea.") == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert second == first.replace(",", ", told 2 times,", 1)
+    assert run("recall", "tea", "--why") == 0
+    assert ", told 2 times, " in capsys.readouterr().out
+    assert counts() == {"default": 1}
+
+
+def test_a_newer_version_is_shown_with_the_older_one(capsys: pytest.CaptureFixture[str]) -> None:
+    old, new = remember("My favourite colour is blue."), remember("My favourite colour is green.")
+    assert run("recall", "What is my favourite colour?", "--why") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("green.") and lines[2].endswith("blue.") and f"replaced by {new}" in lines[3]
+    assert run("memory", "history", new) == 0
+    assert [line.split(maxsplit=3)[1:] for line in capsys.readouterr().out.splitlines()] == [
+        ["add", old[:8], "My favourite colour is blue."], ["add", new[:8], "My favourite colour is green."],
+    ]  # fmt: skip
+
+
+def test_words_that_were_too_common_are_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for drink in ("green tea", "black tea", "coffee"):
+        remember(f"I like {drink}.")
+    monkeypatch.setattr(SqliteStore, "find_words", partialmethod(SqliteStore.find_words, most=1))
+    assert run("recall", "green tea") == 0
+    assert capsys.readouterr().err.endswith("; too common to be looked up: tea.\n")
 
 
 def test_scopes_are_asked_for_by_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -137,7 +137,7 @@ def show(id: Id, store: Store = None, user: User = "default", as_json: AsJson = 
 
 @app.command("history")
 def history(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
-    """Show what happened to a record; texts that were erased are not shown."""
+    """Show what happened to a record and to those that it replaced; texts that were erased are not shown."""
     with open_memory(store) as memory:
         events = memory.history(id, user=user)
         if not events:
@@ -147,7 +147,7 @@ def history(id: Id, store: Store = None, user: User = "default", as_json: AsJson
         return
     for event in events:
         text = "" if event.text is None else " ".join(event.text.split())
-        typer.echo(f"{event.at[:19]}  {event.kind:10}{text}".rstrip())
+        typer.echo(f"{event.at[:19]}  {event.kind:8}{event.id[:8]}  {text}".rstrip())
 
 
 def _unknown(id: str, user: str) -> ValueError:

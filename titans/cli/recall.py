@@ -46,7 +46,8 @@ def recall(
         if why:
             typer.echo(f"       {_reasons(hit)}")
     below = f", {found.below} below the threshold" if threshold is not None else ""
-    typer.echo(f"{len(found)} found{below}.", err=True)
+    ignored = f"; too common to be looked up: {', '.join(found.ignored)}" if found.ignored else ""
+    typer.echo(f"{len(found)} found{below}{ignored}.", err=True)
 
 
 def _reasons(hit: Hit) -> str:
@@ -55,4 +56,8 @@ def _reasons(hit: Hit) -> str:
         parts.append(f"words {hit.bm25:.2f} (rank {hit.bm25_rank})")
     if hit.neural is not None:
         parts.append(f"memory {hit.neural:.3f} (rank {hit.neural_rank})")
+    if hit.record.repeats:
+        parts.append(f"told {hit.record.repeats + 1} times")
+    if hit.replaced_by is not None:
+        parts.append(f"replaced by {hit.replaced_by}")
     return ", ".join([*parts, f"surprise {hit.surprise:.3f}", f"id {hit.record.id}"])

@@ -65,7 +65,8 @@ def remember(
     if as_json:
         typer.echo(json.dumps([record.to_dict() for record in records], ensure_ascii=False, indent=2))
     elif len(records) == 1:
-        typer.echo(f"Remembered {records[0].id}, surprise {records[0].surprise:.3f}.")
+        again = f", told {records[0].repeats + 1} times" if records[0].repeats else ""
+        typer.echo(f"Remembered {records[0].id}{again}, surprise {records[0].surprise:.3f}.")
     else:
         mean = sum(record.surprise for record in records) / len(records)
         typer.echo(f"Remembered {len(records):,} texts, mean surprise {mean:.3f}.")
