@@ -1,14 +1,91 @@
-"""Placeholder."""
+"""Is a statement a newer version of another: the same subject and attribute, with another value or in other words?"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
+from titans.text.ranking import STOP_WORDS
 from titans.text.records import Record
 
-LEAST_COSINE = 0.6
+ALIKE = 0.64  # likeness from which on a text replaces an older one; chosen on generated facts, see docs/log.md
+OVERLAP = 0.25  # what the same words add to the cosine
+LEAST_COSINE = ALIKE - OVERLAP  # of two versions
+MOST_WORDS = 20  # of a statement; what is longer says several things
+_WORD = re.compile(r"\w+(?:['’]\w+)?")
+_END = re.compile(r"[.!?…]+(?=\s+\W*[A-Z]|\s*$)")
+_SPEAKER = re.compile(r"([A-Z]\w*(?: [A-Z]\w*)?): ")
+_SELF = frozenset("i me my mine myself we us our ours i'm i've i'll i'd we're we've we'll we'd".split())  # noqa: SIM905
+_CALENDAR = frozenset(
+    """
+    monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september
+    october november december
+    """.split()  # noqa: SIM905
+)
+
+
+def likeness(new: str, old: str, cosine: float) -> float:
+    """How alike two statements are: their cosine, and more for the words they share.
+
+    Args:
+        new, old: the texts. Names are told from other words by their capitals, and stop words are English.
+        cosine: of the vectors of the two texts alone, without the context of other texts.
+
+    Returns:
+        at least ``ALIKE`` if ``new`` says ``old`` again, with another value or in other words; 0 if one of them is no
+        single plain statement, or if they are about different subjects or said by different speakers.
+    """
+    (speaker, new), (other, old) = _split_speaker(new), _split_speaker(old)
+    if speaker != other or not (_is_statement(new) and _is_statement(old)):
+        return 0.0
+    words, others = _words(new), _words(old)
+    subject, subject_of_other = _subject(words), _subject(others)
+    mine, theirs = ({plain for _, plain in each} for each in (words, others))
+    if subject not in theirs and subject_of_other not in mine:
+        return 0.0
+    mine, theirs = (each - STOP_WORDS - {subject, subject_of_other} for each in (mine, theirs))
+    return cosine + OVERLAP * len(mine & theirs) / max(1, len(mine | theirs))
 
 
 def find_older_version(new: Record, candidates: Sequence[tuple[Record, float]]) -> Record | None:
-    best = max(candidates, key=lambda each: each[1], default=None)
-    return best[0] if best is not None and best[1] > 0.9 else None
+    """The record that ``new`` is a newer version of, if one is.
+
+    Args:
+        new: what is written.
+        candidates: older records of its scope, each with its cosine; those below ``LEAST_COSINE`` are not needed.
+    """
+    found = [(likeness(new.text, old.text, cosine), old) for old, cosine in candidates if old.role == new.role]
+    value, best = max(found, key=lambda each: each[0], default=(0.0, None))
+    return best if value >= ALIKE else None
+
+
+def _split_speaker(text: str) -> tuple[str, str]:
+    """``"Ann: I moved."`` as Ann and what she said; nobody if the text names no speaker."""
+    match = _SPEAKER.match(text)
+    return (match[1], text[match.end() :]) if match else ("", text)
+
+
+def _is_statement(text: str) -> bool:
+    """One sentence that is neither a question nor an exclamation, and not long."""
+    ends = _END.findall(text)
+    return len(ends) <= 1 and not any(mark in text for mark in "?!") and 0 < len(_WORD.findall(text)) <= MOST_WORDS
+
+
+def _words(text: str) -> list[tuple[str, str]]:
+    """Words as they are written, and to compare: in small letters, without 's, and one word for whoever speaks."""
+    found = []
+    for word in _WORD.findall(text):
+        plain = word.casefold().replace("’", "'")
+        found.append((word, "i" if plain in _SELF else plain.removesuffix("'s")))
+    return found
+
+
+def _subject(words: Sequence[tuple[str, str]]) -> str:
+    """What a statement is about: the first name in it, whoever speaks or what is theirs, else its first content word."""
+    content = [(word, plain) for word, plain in words if plain == "i" or plain not in STOP_WORDS]
+    for index, (word, plain) in enumerate(content):
+        if word.casefold() in ("my", "our") and index + 1 < len(content):
+            return content[index + 1][1]
+        if plain == "i" or (word[0].isupper() and plain.removesuffix("s") not in _CALENDAR):
+            return plain
+    return content[0][1] if content else ""
