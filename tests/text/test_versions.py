@@ -53,7 +53,7 @@ def test_another_subject_another_speaker_and_what_is_no_statement_are_not_alike(
     ("new", "old"),
     [
         ("On Sundays Anna goes rowing.", "Anna is out running on Sundays."),
-        ("The price of the house is down.", "The house costs more than we have."),
+        ("The price of the house is down.", "The house costs a fortune."),
         ("Berlin is where I live now.", "We have a flat in Hamburg."),
         ("Anna: My job is at a bank.", "Anna: I work at a school."),
     ],
