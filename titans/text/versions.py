@@ -81,7 +81,7 @@ def _words(text: str) -> list[tuple[str, str]]:
 
 
 def _subject(words: Sequence[tuple[str, str]]) -> str:
-    """What a statement is about: the first name, whoever speaks or what is theirs; without any, the first content word."""
+    """What a statement is about: the first name, whoever speaks or what is theirs; else its first content word."""
     content = [(word, plain) for word, plain in words if plain == "i" or plain not in STOP_WORDS]
     for index, (word, plain) in enumerate(content):
         if word.casefold() in ("my", "our") and index + 1 < len(content):
