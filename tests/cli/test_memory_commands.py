@@ -221,6 +221,16 @@ def test_a_store_of_other_weights_offers_the_command_that_makes_it_anew(
     assert run(*arguments, "--store", "old") == 0
 
 
+def test_a_store_shrinks_when_it_is_compacted(capsys: pytest.CaptureFixture[str]) -> None:
+    with Memory() as memory:
+        memory.add_many([f"Note {number} is about tea." for number in range(40)], session="s")
+        memory.delete_all(user="default", session="s")
+    before = default_file().stat().st_size
+    assert run("memory", "compact") == 0
+    saved = before - default_file().stat().st_size
+    assert saved > 0 and capsys.readouterr().out.endswith(" bytes smaller\n")
+
+
 def test_a_damaged_store_is_read_and_recovered(capsys: pytest.CaptureFixture[str]) -> None:
     Path("texts").write_text("\n".join(f"Note {number} is about tea." for number in range(40)))
     assert run("remember", "--file", "texts", "--split", "lines") == 0
@@ -395,5 +405,5 @@ def test_help_tells_of_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(verb in out for verb in ("remember", "recall", "memory"))
     assert run("memory", "--help") == 0
     out = capsys.readouterr().out
-    verbs = "stats show history update delete delete-all export import reindex recover"
+    verbs = "stats show history update delete delete-all export import reindex compact recover"
     assert all(f" {verb} " in out for verb in verbs.split())

@@ -266,6 +266,14 @@ def reindex(store: Store = None, encoder: Encoder = None, neural: Neural = None)
     typer.echo(f"{count:,} records of {name} have new vectors and memories")
 
 
+@app.command("compact")
+def compact(store: Store = None) -> None:
+    """Rewrite a store without the space of what was erased."""
+    with open_memory(store) as memory:
+        saved, name = memory.compact(), memory.store.name
+    typer.echo(f"{name} is {max(saved, 0):,} bytes smaller")
+
+
 @app.command("recover")
 def recover(
     store: Annotated[str, typer.Argument(help="Folder or file of the damaged store, which is not changed.")],
