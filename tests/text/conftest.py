@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.text.postgres_server import new_schema, postgres_server  # noqa: F401
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.memory import Memory
 
