@@ -48,8 +48,8 @@ def test_a_zero_byte_in_a_key_is_refused() -> None:
         check_metadata({"a\0b": 1})
 
 
-def test_the_largest_numbers_are_kept_and_found(open_plain: Opener) -> None:
-    memory = open_plain()
+def test_the_largest_numbers_are_kept_and_found(open_memory: Opener) -> None:
+    memory = open_memory()
     for value in (LARGEST, -LARGEST - 1, 1e300, True):
         record = memory.add("x", metadata={"value": value})
         assert record.metadata["value"] == value
@@ -61,8 +61,8 @@ def test_the_largest_numbers_are_kept_and_found(open_plain: Opener) -> None:
             memory.records(filters={"value": wanted})
 
 
-def test_nothing_of_a_number_that_is_too_large_is_written(open_plain: Opener, tmp_path: Path) -> None:
-    memory = open_plain()
+def test_nothing_of_a_number_that_is_too_large_is_written(open_memory: Opener, tmp_path: Path) -> None:
+    memory = open_memory()
     with pytest.raises(ValueError, match=r"^metadata has the value 9223372036854775808; expected"):
         memory.add_many(["good", "bad"], metadata=[{}, {"year": LARGEST + 1}])
     lines = tmp_path / "lines.jsonl"
