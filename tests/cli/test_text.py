@@ -38,28 +38,28 @@ def test_a_memory_is_trained_on_a_transcript_and_loaded(
 ) -> None:
     out = tmp_path / "memory"
     code, said = call(str(talk), "--out", str(out), "--encoder", bert, "--quick", capsys=capsys)
-    assert code == 0 and "held-out read loss" in said and "before" in said and "after" in said
+    assert code == 0 and "held-out loss" in said and "held-out answers found first by the memory" in said
     memory = NeuralTextMemory.load(out)
     assert memory.fingerprint in said and memory.config.width == 32 and not memory.config.first_order
     figures = json.loads((out / "figures.json").read_text())
     assert figures["fingerprint"] == memory.fingerprint and figures["settings"]["epochs"] == 2
-    assert f"{figures['held_out']['before']['read']:.4f} before" in said
+    assert f"{figures['held_out']['before']['loss']:.4f} before" in said
 
     code, said = call(str(talk), "--out", str(out), "--encoder", bert, "--quick", capsys=capsys)
     assert code == 2 and "has a text memory in it; expected a new folder, or --overwrite to replace it" in said
-    flags = ("--first-order", "--no-contrastive", "--data-dependent", "--associate", "previous", "--seed", "3")
+    flags = ("--first-order", "--neighbours", "3", "--data-dependent", "--associate", "previous", "--seed", "3")
     code, said = call(str(talk), "--out", str(out), "--encoder", bert, "--quick", "--overwrite", *flags, capsys=capsys)
     assert code == 0
     config = NeuralTextMemory.load(out).config
     assert (config.first_order, config.data_dependent, config.associate, config.seed) == (True, True, "previous", 3)
     settings = json.loads((out / "figures.json").read_text())["settings"]
-    assert (settings["contrastive"], settings["generated"], settings["seed"]) == (0.0, 0, 3)
+    assert (settings["neighbours"], settings["generated"], settings["seed"]) == (3, 0, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "talk.txt"]
 
 
 def test_without_data_the_episodes_are_generated(bert: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = call("--out", str(tmp_path / "memory"), "--encoder", bert, "--quick", capsys=capsys)
-    assert code == 0 and said.startswith("16 episodes per epoch, 2 held out; 4 steps in ")
+    assert code == 0 and said.startswith("4 episodes per epoch, 1 held out; 8 steps in ")
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from titans.experiments.text_memory import (
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.memory import Memory
 from titans.text.ranking import Eviction
+from titans.text.training import TextTraining
 
 TOPICS = {
     "Ann": "garden roses tulips spade rain seeds",
@@ -82,7 +83,8 @@ def random_corpus(name: str, seed: int, turns: int = 40, mixing: torch.Tensor | 
     return Corpus(name, texts, asked, [(position,) for position in range(turns)], categories, near, near, near)
 
 
-SMALL = TextExperiment("", seeds=(0,), epochs=1, plain_epochs=1, stretch=24, neighbours=4)
+TRAINING = TextTraining(epochs=1, written=24, neighbours=4)
+SMALL = TextExperiment("", seeds=(0,), training=TRAINING, plain=TRAINING)
 
 
 def test_recall_is_the_share_of_the_evidence_and_the_reciprocal_rank_is_of_the_first() -> None:
@@ -120,11 +122,10 @@ def test_training_on_some_conversations_helps_to_find_turns_of_another(remembers
     noise = F.normalize(torch.randn(16, generator=generator), dim=-1)
     mixing = torch.eye(16) + 3 * torch.outer(torch.randn(16, generator=generator), noise)
     corpora = [random_corpus(str(seed), seed, mixing=mixing) for seed in range(3)]
-    experiment = replace(SMALL, learning_rate=1e-2, plain_rate=1e-2, share=0.0, neighbours=0)
+    settings = replace(TRAINING, learning_rate=1e-2, share=0.0, neighbours=0)
 
     def recall(epochs: int) -> float:
-        some = replace(experiment, epochs=epochs, plain_epochs=epochs)
-        ranker = train_ranker(corpora[:2], experiment.config(16), some, 0, remembers)
+        ranker = train_ranker(corpora[:2], replace(settings, epochs=epochs), remembers)
         return float(score(corpora[2], ranker.rank(corpora[2], 0.0, corpora[2].texts))[:, 1].mean())
 
     assert recall(30) > recall(0) + 0.1
@@ -137,7 +138,7 @@ def test_what_is_chosen_and_trained_depends_on_nothing_of_the_conversation_left_
         cells = []
         for first in (corpora[0], stranger):
             given = [first, *corpora[1:]]
-            cells.append(run_cell(given, 0, seed, SMALL, score_untrained(given, SMALL)))
+            cells.append(run_cell(given, 0, seed, SMALL, score_untrained(given)))
         assert cells[0]["chosen"] == cells[1]["chosen"]
         assert cells[0]["rows"] != cells[1]["rows"]
         used = [cells[0]["validation"], *cells[0]["trained_on"]]
@@ -230,7 +231,7 @@ def test_what_is_finished_is_not_measured_again_and_gives_the_same(
     assert len(trained) == 2  # with and without memory, of one cell
     with pytest.raises(RuntimeError, match="begun"):  # other settings: nothing is taken over
         monkeypatch.setattr(text_memory, "score_untrained", stop)
-        run_text_memory(replace(experiment, theta=0.1), out, encoder=encoder)
+        run_text_memory(replace(experiment, plain=TRAINING), out, encoder=encoder)
 
 
 def stop(*given: Any) -> None:

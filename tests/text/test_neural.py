@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save
+from safetensors.torch import load_file, save, save_file
 from torch import Tensor
 
 from titans.ops import MemoryState, neural_memory_recurrent
-from titans.text.neural import MAX_NORM, NeuralConfig, NeuralTextMemory, ScopeMemory
+from titans.text.neural import MAX_NORM, NeuralConfig, NeuralTextMemory, ScopeMemory, add_previous
 
-SMALL = NeuralConfig(width=12, dim=8, heads=2, persistent=3)
+SMALL = NeuralConfig(width=12, dim=8, depth=2, bias=True, theta=0.01, alpha=0.02)
 SETTINGS = {
     "fixed gates": SMALL,
     "gates from the text": replace(SMALL, data_dependent=True),
@@ -58,44 +57,21 @@ def define(memory: NeuralTextMemory, texts: Tensor) -> tuple[MemoryState, Tensor
     state = memory.create()
     rest = [weight[None, None] for weight in memory.initial]
     surprises = []
-    first: Sequence[Tensor] = ()
-
-    def passed(text: Tensor) -> Tensor:
-        x = memory.project(text)
-        h = memory.network(first, F.normalize(memory.to_query(x), dim=-1)[None, None, None])[0, 0, 0]
-        return attended(memory, x, h)
-
     for t in range(len(texts)):
-        if t % config.chunk_size == 0:
-            first = state.weights
         source = texts[max(t - 1, 0)] if config.associate == "previous" else texts[t]
-        y = passed(texts[t])
-        k = F.normalize(memory.to_key(passed(source)), dim=-1)[None, None, None]
-        v = F.normalize(memory.to_value(y), dim=-1)[None, None, None]
+        x = memory.project(texts[t])
+        k = F.normalize(memory.to_key(memory.project(source)), dim=-1)[None, None, None]
+        v = F.normalize(memory.to_value(x), dim=-1)[None, None, None]
         surprises.append((memory.network(state.weights, k) - v).square().sum())
-        gates = torch.tensor([config.theta, config.eta, config.alpha], dtype=y.dtype)
+        gates = torch.tensor([config.theta, config.eta, config.alpha], dtype=x.dtype)
         if memory.to_gates is not None:
-            gates = torch.sigmoid(memory.to_gates(y))
+            gates = torch.sigmoid(memory.to_gates(x))
         theta, eta, alpha = (gate.view(1, 1, 1) for gate in gates)
         state = neural_memory_recurrent(
             k, k, v, theta, alpha, eta, state, config.chunk_size, network=memory.network, rest=rest,
             bounded=config.bounded, max_norm=MAX_NORM,
         )[1]  # fmt: skip
     return state, torch.stack(surprises)
-
-
-def attended(memory: NeuralTextMemory, x: Tensor, h: Tensor) -> Tensor:
-    """x + Attn([persistent | h | x]) for one text, head by head."""
-    config = memory.config
-    tokens = memory.norm(torch.cat([memory.persistent, h[None], x[None]]))
-    q, k, v = (tokens @ part.mT for part in memory.attention_in.weight.chunk(3))
-    size = config.dim // config.heads
-    outputs = []
-    for head in range(config.heads):
-        here = slice(head * size, (head + 1) * size)
-        scores = q[-1, here] @ k[:, here].mT / math.sqrt(size)
-        outputs.append(torch.softmax(scores, dim=-1) @ v[:, here])
-    return x + memory.attention_out.weight @ torch.cat(outputs)
 
 
 @pytest.mark.parametrize("name", SETTINGS)
@@ -169,8 +145,7 @@ def test_a_write_leaves_the_memory_before_it_alone() -> None:
     scope, _ = memory.write(memory.empty(), vectors(20))
     packed = memory.pack(scope)
     memory.write(scope, vectors(20, seed=1))
-    memory.read(scope, vectors(3))
-    memory.turn(scope, vectors(3))
+    memory.unexpected([memory.current(scope)], vectors(3))
     assert memory.pack(scope) == packed
 
 
@@ -183,34 +158,75 @@ def test_writing_nothing_changes_nothing() -> None:
 
 
 @torch.no_grad()
-def test_a_turn_reads_attends_and_gates() -> None:
-    memory = shaken(SMALL).double()
-    scope, _ = memory.write(memory.empty(), vectors(21).double())
-    texts = vectors(4, seed=7).double()
-    turn = memory.turn(scope, texts)
-    state = memory.current(scope)
-
-    def told(x: Tensor) -> Tensor:
-        return memory.network(state.weights, F.normalize(memory.to_query(x), dim=-1)[None, None])[0, 0]
-
-    x = memory.project(texts)
-    torch.testing.assert_close(memory.read(scope, texts), told(x))
-    torch.testing.assert_close(turn.h, told(x))
-    y = torch.stack([attended(memory, a, b) for a, b in zip(x, turn.h, strict=True)])
-    torch.testing.assert_close(turn.y, y)
-    torch.testing.assert_close(turn.o, F.normalize(y * told(y), dim=-1))
+def test_an_untrained_memory_takes_the_encoders_vectors_as_they_are() -> None:
+    texts = vectors(50, 384)
+    torch.testing.assert_close(NeuralTextMemory.default().project(texts), texts)
+    narrow, wide = (NeuralTextMemory(NeuralConfig(dim=dim)).project(texts) for dim in (128, 400))
+    assert float((narrow @ narrow.mT - texts @ texts.mT).abs().max()) < 0.4  # 128 of 384 directions are kept
+    torch.testing.assert_close(wide @ wide.mT, texts @ texts.mT, rtol=0, atol=1e-5)
 
 
-def test_an_untrained_turn_passes_its_input_and_keeps_cosines() -> None:
-    memory = NeuralTextMemory.default()
-    scope, _ = memory.write(memory.empty(), vectors(10, 384))
-    texts = vectors(50, 384, seed=3)
-    x = memory.project(texts)
-    assert torch.equal(memory.turn(scope, texts).y, x)
-    assert float((x @ x.mT - texts @ texts.mT).abs().max()) < 0.4  # 128 of 384 directions are kept
-    exact = NeuralTextMemory(replace(SMALL, dim=16))
-    y = exact.project(vectors(20))
-    torch.testing.assert_close(y @ y.mT, vectors(20) @ vectors(20).mT, rtol=0, atol=1e-5)
+def alike(count: int, seed: int = 0) -> Tensor:
+    """Unit vectors with a large part in common."""
+    generator = torch.Generator().manual_seed(seed)
+    common, own = torch.randn(1, 16, generator=generator), torch.randn(count, 16, generator=generator)
+    return F.normalize(2 * F.normalize(common, dim=-1) + F.normalize(own, dim=-1), dim=-1)
+
+
+PLAIN = NeuralConfig(width=16, theta=0.1, eta=0.0, alpha=0.0)
+
+
+def learned(memory: NeuralTextMemory, texts: Tensor) -> MemoryState:
+    return memory.current(memory.write(memory.empty(), texts)[0])
+
+
+@torch.no_grad()
+def test_a_memory_that_knows_nothing_takes_nothing_from_a_question() -> None:
+    memory = NeuralTextMemory(PLAIN)
+    asked = alike(3)
+    for states in ([], [learned(memory, asked[:0])] * 2):
+        torch.testing.assert_close(memory.unexpected(states, asked), memory.project(asked))
+
+
+@torch.no_grad()
+def test_what_all_texts_have_in_common_is_taken_from_a_question_and_the_rest_stays() -> None:
+    memory = NeuralTextMemory(PLAIN)
+    known = alike(256)
+    common, asked = F.normalize(known.mean(0), dim=-1), known[:4]
+    left = memory.unexpected([learned(memory, known)], asked)
+    assert (asked @ common > 0.8).all()
+    assert ((left @ common).abs() < 0.3).all()
+    own = F.normalize(asked - (asked @ common)[:, None] * common, dim=-1)
+    assert ((left * own).sum(-1) > 0.5).all()
+
+
+@torch.no_grad()
+def test_it_whitens_as_ridge_regression_on_the_texts_themselves_does() -> None:
+    memory = NeuralTextMemory(PLAIN)
+    known, asked = alike(256), alike(8, seed=1)
+    ridge = F.normalize(torch.linalg.solve(known.mT @ known + 10 * torch.eye(16), asked.mT).mT, dim=-1)
+    left = memory.unexpected([learned(memory, known)], asked)
+    assert float((left * ridge).sum(-1).min()) > 0.99
+    assert float((asked * ridge).sum(-1).mean()) < 0.9
+
+
+@torch.no_grad()
+def test_memories_of_several_scopes_leave_what_one_memory_of_all_their_texts_would() -> None:
+    memory = NeuralTextMemory(replace(PLAIN, chunk_size=1, bounded=False)).double()
+    known, asked = alike(40).double(), alike(8, seed=1).double()
+    whole = memory.unexpected([learned(memory, known)], asked)
+    parts = [learned(memory, part) for part in known.split([9, 20, 11])]
+    torch.testing.assert_close(memory.unexpected(parts[::-1], asked), whole)
+    assert float((memory.unexpected(parts, asked) - whole).abs().max()) > 1e-3  # the last written comes first
+    torch.testing.assert_close(memory.unexpected(parts[::-1], asked[None])[0], whole)
+
+
+def test_a_text_gets_a_share_of_the_one_before_and_the_first_stays() -> None:
+    x = vectors(5)
+    made = add_previous(x, 0.5)
+    assert torch.equal(made[0], x[0])
+    torch.testing.assert_close(made[1:], x[1:] + 0.5 * x[:-1])
+    assert torch.equal(add_previous(x, 0.0), x)
 
 
 def test_gates_start_where_fixed_ones_stand() -> None:
@@ -225,7 +241,7 @@ def test_every_parameter_gets_a_gradient(first_order: bool) -> None:
     memory = shaken(replace(SMALL, data_dependent=True, first_order=first_order))
     texts = vectors(24).view(4, 6, 12)
     state, surprise = memory.write_chunk(memory.create(4), texts, texts[:, :0])
-    (surprise.sum() + memory.take_turn(state, texts).o.sum()).backward()
+    (surprise.sum() + memory.unexpected([state], texts).sum()).backward()
     for name, parameter in memory.named_parameters():
         assert parameter.grad is not None and float(parameter.grad.abs().sum()) > 0, name
 
@@ -262,7 +278,7 @@ def test_bytes_that_are_no_memory_are_refused() -> None:
 
 
 def test_the_default_is_the_same_everywhere() -> None:
-    assert NeuralTextMemory.default().fingerprint == "4db19354fbd8e82f"
+    assert NeuralTextMemory.default().fingerprint == "4989d68ada663332"
 
 
 def test_the_fingerprint_changes_with_every_parameter_and_every_setting() -> None:
@@ -318,7 +334,7 @@ def test_folders_that_hold_no_memory_are_refused(tmp_path: Path) -> None:
         "{": "cannot be read as JSON",
         "[]": "holds list; expected the fields",
         '{"size": 3}': "'size' is no field of a text memory",
-        '{"dim": 16, "width": 12, "heads": 2, "persistent": 3}': "its config expects",
+        '{"dim": 16, "width": 12}': "its config expects",
     }.items():
         (folder / "config.json").write_text(text)
         with pytest.raises(ValueError, match=words):
@@ -329,17 +345,25 @@ def test_folders_that_hold_no_memory_are_refused(tmp_path: Path) -> None:
         NeuralTextMemory.load(folder)
 
 
+def test_a_folder_of_an_earlier_release_is_refused_in_one_sentence(tmp_path: Path) -> None:
+    NeuralTextMemory(SMALL).save(tmp_path / "memory")
+    (tmp_path / "memory" / "config.json").write_text(json.dumps(SMALL.to_dict() | {"heads": 2, "persistent": 3}))
+    weights = tmp_path / "memory" / "memory.safetensors"
+    save_file(load_file(weights), weights, {"format": "titans.NeuralTextMemory", "version": "1"})
+    with pytest.raises(ValueError, match="has text memory version '1'; this release reads '2'"):
+        NeuralTextMemory.load(tmp_path / "memory")
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"dim": 0}, "dim is 0; expected a whole number of at least 1"),
-        ({"dim": 10, "heads": 4}, "dim is 10 and heads is 4; expected heads to divide dim"),
+        ({"dim": -1}, "dim is -1; expected a whole number of at least 0"),
         ({"theta": 1.5}, r"theta is 1.5; expected a number in \[0, 1\]"),
         ({"theta": 0.0, "data_dependent": True}, "theta is 0.0; expected a number between 0 and 1 for gates"),
         ({"theta": float("nan")}, "theta is nan"),
         ({"associate": "next"}, "associate is 'next'; expected one of self, previous"),
         ({"depth": "2"}, "depth is '2'; expected a value of type int"),
-        ({"heads": True}, "heads is True; expected a value of type int"),
+        ({"width": True}, "width is True; expected a value of type int"),
     ],
 )
 def test_a_wrong_setting_is_one_sentence(change: dict[str, object], words: str) -> None:

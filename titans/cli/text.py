@@ -12,7 +12,7 @@ from titans.cli.common import bar, require
 from titans.cli.memory import Encoder
 
 app = typer.Typer(help="Train the neural part of the text memory.")
-GENERATED = 200  # episodes per epoch, where there is no data
+GENERATED = 20  # episodes per epoch, where there is no data
 
 
 @app.callback(invoke_without_command=True)
@@ -33,22 +33,17 @@ def train(
     ] = None,
     generated: Annotated[
         int | None,
-        typer.Option(min=0, help="Episodes per epoch made from templates; by default 200 without data, else 0."),
+        typer.Option(min=0, help="Episodes per epoch made from templates; by default 20 without data, else 0."),
     ] = None,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 10,
-    batch: Annotated[int, typer.Option(min=1, help="Episodes per step.")] = 8,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the data.")] = 3,
     learning_rate: Annotated[float, typer.Option(help="Learning rate of AdamW.")] = 1e-4,
     clip: Annotated[float, typer.Option(help="Largest norm of a step's gradient.")] = 1.0,
-    written: Annotated[int, typer.Option(min=1, help="Texts per episode that are written to the memory.")] = 6,
-    asked: Annotated[int, typer.Option(min=1, help="Queries per episode.")] = 2,
+    written: Annotated[int, typer.Option(min=2, help="Consecutive texts that are written, then sought.")] = 192,
+    neighbours: Annotated[
+        int, typer.Option(min=0, help="Texts among them that ask for the text after them, besides the questions.")
+    ] = 32,
     second_order: Annotated[
         bool, typer.Option("--second-order/--first-order", help="Take gradients through the memory's own gradients.")
-    ] = True,
-    contrastive: Annotated[
-        bool,
-        typer.Option(
-            help="Add a retrieval loss; without it, the other losses are smallest if all texts have the same value."
-        ),
     ] = True,
     data_dependent: Annotated[
         bool, typer.Option(help="Learn step, momentum and forgetting as functions of the text.")
@@ -63,8 +58,9 @@ def train(
 ) -> None:
     """Train a text memory on transcripts, or on generated facts.
 
-    A store whose memories were written with other projections must be reindexed before it can be used with the trained
-    ones: `titans memory reindex --neural FOLDER`.
+    A store keeps to the projections that wrote its memories. To change them, run `titans memory reindex --neural
+    FOLDER`, which encodes all its texts and writes all its memories again, and give `--neural FOLDER` to every command
+    from then on.
     """
     require("text train", "transformers", "text")
 
@@ -78,21 +74,20 @@ def train(
         settings = TextTraining(
             epochs=epochs,
             written=written,
-            asked=asked,
-            batch=batch,
+            neighbours=neighbours,
             learning_rate=learning_rate,
             clip=clip,
-            contrastive=float(contrastive),
             generated=generated if generated is not None else 0 if sessions else GENERATED,
             seed=seed,
         )
         if quick:
-            settings = replace(settings, epochs=min(epochs, 2), generated=min(settings.generated, 16))
+            settings = replace(settings, epochs=min(epochs, 2), generated=min(settings.generated, 4))
         config = NeuralConfig(
             first_order=not second_order, data_dependent=data_dependent, associate=associate, seed=seed
         )
         with bar("loading") as show:
-            result = train_memory(sessions, TextEncoder.load(encoder), config, settings, show)
+            loaded = TextEncoder.load(encoder)
+            result = train_memory(sessions, loaded, replace(config, width=loaded.width, dim=0), settings, show)
         result.memory.save(out, result.figures, overwrite)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
@@ -102,9 +97,7 @@ def train(
         f"{episodes['train']:,} episodes per epoch, {episodes['held_out']:,} held out; "
         f"{figures['steps']:,} steps in {figures['seconds']:,.0f} s"
     )
-    for name in ("read", "write"):
-        typer.echo(f"held-out {name} loss {before[name]:.4f} before, {after[name]:.4f} after")
-    for name, words in (("found", "by the read"), ("found_without", "without a memory")):
-        typer.echo(f"held-out answers found {words} {before[name]:.0%} before, {after[name]:.0%} after")
-    typer.echo(f"by chance {1 / written:.0%}")
+    typer.echo(f"held-out loss {before['loss']:.4f} before, {after['loss']:.4f} after")
+    for name, words in (("found", "by the memory"), ("found_without", "without a memory")):
+        typer.echo(f"held-out answers found first {words} {before[name]:.0%} before, {after[name]:.0%} after")
     typer.echo(f"Memory: {out} (version {result.memory.fingerprint})")

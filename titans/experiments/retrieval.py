@@ -10,15 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from titans.ops import MemoryState
 from titans.report.statistics import bootstrap
 from titans.text.encoder import TextEncoder
 from titans.text.index import nearest_exact
 from titans.text.memory import Memory
-from titans.text.neural import NeuralTextMemory
 from titans.text.ranking import Ranking, fuse
 
 Orders = list[list[int]]  # for each question, the positions of texts, best first
@@ -99,23 +96,6 @@ def score_order(order: Sequence[int], evidence: Sequence[int]) -> tuple[float, f
     ranks = [rank for rank, position in enumerate(order, 1) if position in evidence]
     ten, five = (sum(rank <= many for rank in ranks) / len(evidence) for many in (10, 5))
     return ten, five, 1 / ranks[0] if ranks else 0.0
-
-
-def residual(neural: NeuralTextMemory, state: MemoryState, vectors: Tensor) -> Tensor:
-    """x - M(W_Q x), of length 1, for the vectors (batch, n, width) of questions -> (batch, n, dim).
-
-    A memory whose keys and values are of the same text (``associate="self"``) has learned what its texts have in
-    common: the names of the speakers, what they always talk about. What is left of a question without that is what
-    tells one text from the others. With M the ridge regression of the texts X on themselves the rest is
-    (X^T X + lambda)^-1 x up to a factor: the question, whitened by the scope's own texts.
-    """
-    x = neural.project(vectors)
-    return F.normalize(x - neural.answer(state, x), dim=-1)
-
-
-def add_previous(projected: Tensor, share: float) -> Tensor:
-    """Adds to each text (..., n, dim) a share of the one before it: a question in a dialogue is part of its answer."""
-    return torch.cat([projected[..., :1, :], projected[..., 1:, :] + share * projected[..., :-1, :]], dim=-2)
 
 
 def estimate(values: Sequence[float]) -> Row:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import titans
@@ -25,12 +24,10 @@ from titans.experiments.retrieval import (
     Corpus,
     Orders,
     Row,
-    add_previous,
     estimate,
     make_corpus,
     rank_fused,
     rank_nearest,
-    residual,
     score,
     with_interval,
 )
@@ -38,9 +35,18 @@ from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
 from titans.text.encoder import CachedEncoder, Progress, TextEncoder
-from titans.text.neural import NeuralConfig, NeuralTextMemory
+from titans.text.neural import NeuralConfig, NeuralTextMemory, add_previous
 from titans.text.ranking import Ranking
-from titans.text.training import write_texts
+from titans.text.training import (
+    Reader,
+    Texts,
+    TextTraining,
+    ask_memory,
+    ask_projection,
+    draw_episodes,
+    make_optimizer,
+    train_epoch,
+)
 
 METRICS = ("R@10", "R@5", "MRR")
 CONSTANTS = (5.0, 20.0, 60.0)
@@ -79,30 +85,15 @@ class TextExperiment:
     Attributes:
         data: a file in LoCoMo's format.
         seeds: for each of them every conversation is left out once; a seed also says which of the others validates.
-        theta, eta, alpha, depth: of the memory, which has no bias and is as wide as the encoder's vectors.
-        epochs, learning_rate: of the memory's outer loop.
-        plain_epochs, plain_rate: of the projection without memory.
-        stretch: consecutive turns that are written to the memory, and among which the answer is sought.
-        neighbours: turns of a stretch that ask for the turn after them, besides the questions.
-        share: how much of the turn before is added to a turn, in training.
-        temperature: of the contrastive loss.
+        training: of the memory.
+        plain: of the projection without memory.
         sessions, conversations: how much of the data is used; None: all.
     """
 
     data: str
     seeds: tuple[int, ...] = (0, 1, 2, 3, 4)
-    theta: float = 0.03
-    eta: float = 0.9
-    alpha: float = 0.002
-    depth: int = 1
-    epochs: int = 3
-    learning_rate: float = 1e-4
-    plain_epochs: int = 12
-    plain_rate: float = 3e-4
-    stretch: int = 192
-    neighbours: int = 32
-    share: float = 0.5
-    temperature: float = 0.05
+    training: TextTraining = TextTraining()  # noqa: RUF009 (frozen)
+    plain: TextTraining = TextTraining(epochs=12, learning_rate=3e-4)  # noqa: RUF009 (frozen)
     sessions: int | None = None
     conversations: int | None = None
 
@@ -112,14 +103,8 @@ class TextExperiment:
 
     def quick(self) -> TextExperiment:
         """One seed and the start of three conversations: enough to see that it works."""
-        return replace(self, seeds=self.seeds[:1], epochs=1, plain_epochs=1, sessions=3, conversations=3)
-
-    def config(self, width: int, seed: int = 0) -> NeuralConfig:
-        """The config of the memory that is measured."""
-        return NeuralConfig(
-            width=width, dim=width, depth=self.depth, bias=False, theta=self.theta, eta=self.eta, alpha=self.alpha,
-            heads=1, seed=seed,
-        )  # fmt: skip
+        training, plain = (replace(each, epochs=1) for each in (self.training, self.plain))
+        return replace(self, seeds=self.seeds[:1], training=training, plain=plain, sessions=3, conversations=3)
 
     def read(self) -> list[Conversation]:
         """The conversations, or as many and as much of them as was asked for."""
@@ -172,13 +157,12 @@ class Ranker:
     @torch.no_grad()
     def rank(self, corpus: Corpus, share: float, written: Tensor | None) -> Orders:
         """The orders for a corpus by a memory of the texts ``written`` (n, width); None: it knows nothing."""
-        texts = add_previous(self.neural.project(corpus.texts), share)
-        if not self.remembers:
-            return rank_nearest(self.neural.project(corpus.questions), texts)
         memory = self.neural.empty()
         if written is not None:
             memory, _ = self.neural.write(memory, written)
-        return rank_nearest(residual(self.neural, self.neural.current(memory), corpus.questions[None])[0], texts)
+        states = [self.neural.current(memory)] if self.remembers else []
+        texts = add_previous(self.neural.project(corpus.texts), share)
+        return rank_nearest(self.neural.unexpected(states, corpus.questions), texts)
 
     def score(self, corpus: Corpus, choice: Choice, written: Tensor | None) -> np.ndarray:
         """How well one choice does."""
@@ -194,66 +178,27 @@ class Ranker:
         }
 
 
-def train_ranker(
-    corpora: Sequence[Corpus], config: NeuralConfig, experiment: TextExperiment, seed: int, remembers: bool
-) -> Ranker:
-    """Trains projections, and with ``remembers`` all of the memory, to tell the turn that answers from its neighbours.
-
-    An episode is a stretch of a conversation: its turns are written, and each question about one of them, and some of
-    the turns for the turn after them, are sought among them. The loss is the cross-entropy of the right turn.
-    """
-    rng = random.Random(seed)
-    neural = NeuralTextMemory(config)
-    rate, epochs = (experiment.learning_rate, experiment.epochs) if remembers else (
-        experiment.plain_rate, experiment.plain_epochs
-    )  # fmt: skip
-    optimizer = torch.optim.AdamW(neural.parameters(), lr=rate)
-    for _ in range(epochs):
-        for corpus, start in _stretches(corpora, experiment.stretch, rng):
-            written, asked, answers = _episode(corpus, start, experiment, rng)
-            texts = add_previous(neural.project(written), experiment.share)
-            if remembers:
-                z = residual(neural, write_texts(neural, written[None])[0], asked[None])[0]
-            else:
-                z = neural.project(asked)
-            loss = F.cross_entropy(z @ texts.mT / experiment.temperature, answers)
-            optimizer.zero_grad()
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(neural.parameters(), 1.0)
-            optimizer.step()
+def train_ranker(corpora: Sequence[Corpus], settings: TextTraining, remembers: bool) -> Ranker:
+    """Trains projections, and with ``remembers`` all of the memory, to tell the turn that answers from the others."""
+    rng = random.Random(settings.seed)
+    data = [_to_texts(corpus) for corpus in corpora]
+    neural = NeuralTextMemory(NeuralConfig(width=corpora[0].texts.shape[1], seed=settings.seed))
+    optimizer = make_optimizer(neural, settings)
+    read: Reader = ask_memory if remembers else ask_projection
+    for _ in range(settings.epochs):
+        train_epoch(neural, optimizer, draw_episodes(data, settings, rng), settings, read)
     return Ranker(neural.eval(), remembers)
 
 
-def _stretches(corpora: Sequence[Corpus], length: int, rng: random.Random) -> list[tuple[Corpus, int]]:
-    """Stretches that do not overlap, whose start differs from epoch to epoch, in random order."""
-    made = []
-    for corpus in corpora:
-        turns = len(corpus.texts)
-        first = rng.randrange(turns % length + 1) if turns > length else 0
-        made += [(corpus, start) for start in range(first, max(1, turns - length + 1), length)]
-    rng.shuffle(made)
-    return made
+def _to_texts(corpus: Corpus) -> Texts:
+    pairs = [(index, position) for index, positions in enumerate(corpus.evidence) for position in positions]
+    questions, answers = torch.tensor(pairs).unbind(1)
+    return Texts(corpus.texts, corpus.questions[questions], answers, torch.arange(len(corpus.texts)) > 0)
 
 
-def _episode(
-    corpus: Corpus, start: int, experiment: TextExperiment, rng: random.Random
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns (n, width), what asks for them (m, width), and which of them each asks for (m,)."""
-    written = corpus.texts[start : start + experiment.stretch]
-    pairs = [
-        (corpus.questions[index], position - start)
-        for index, positions in enumerate(corpus.evidence)
-        for position in positions
-        if start <= position < start + len(written)
-    ]
-    after = rng.sample(range(1, len(written)), min(experiment.neighbours, len(written) - 1))
-    pairs += [(written[position - 1], position) for position in after]
-    return written, torch.stack([asked for asked, _ in pairs]), torch.tensor([position for _, position in pairs])
-
-
-def score_untrained(corpora: Sequence[Corpus], experiment: TextExperiment) -> dict[str, list[Scores]]:
+def score_untrained(corpora: Sequence[Corpus]) -> dict[str, list[Scores]]:
     """What no seed changes: how every choice does on every corpus, without a memory and with an untrained one."""
-    ranker = Ranker(NeuralTextMemory(experiment.config(corpora[0].texts.shape[1])).eval(), True)
+    ranker = Ranker(NeuralTextMemory.default(corpora[0].texts.shape[1]), True)
     found: dict[str, list[Scores]] = {"hybrid, tuned": [], "hybrid in context": [], "untrained memory": []}
     for corpus in corpora:
         near = rank_nearest(corpus.questions, add_previous(corpus.texts, SHARES[1]))
@@ -280,9 +225,8 @@ def run_cell(
     for arm, options in untrained.items():
         chosen[arm] = choose(options[validation])
         rows[arm] = options[left_out][chosen[arm][0]]
-    config = experiment.config(test.texts.shape[1], seed)
-    for arm, remembers in ((WITHOUT, False), (WITH, True)):
-        ranker = train_ranker(train, config, experiment, seed, remembers)
+    for arm, settings, remembers in ((WITHOUT, experiment.plain, False), (WITH, experiment.training, True)):
+        ranker = train_ranker(train, replace(settings, seed=seed), remembers)
         chosen[arm] = choose(ranker.score_all(corpora[validation]))
         rows[arm] = ranker.score(test, chosen[arm][0], test.texts)
     for arm, written in ((ZEROED, None), (ANOTHER, corpora[another].texts)):
@@ -327,7 +271,7 @@ def run_text_memory(
         file = out / "cells" / f"{seed}-{left_out}.json"
         cell = read_kept(file, settings)
         if not cell:
-            untrained = untrained or score_untrained(corpora, experiment)
+            untrained = untrained or score_untrained(corpora)
             found = run_cell(corpora, left_out, seed, experiment, untrained)
             cell = {"name": file.stem, "settings": settings, **found}
             write_figures(cell, file.parent)
@@ -335,7 +279,7 @@ def run_text_memory(
         cells.append(cell)
         done += 1
     of_tests: dict[str, list[Row]] = {}
-    given = text_tests.Given(conversations, corpora, cached, experiment.config(cached.width), experiment.seeds)
+    given = text_tests.Given(conversations, corpora, cached, NeuralConfig(width=cached.width), experiment.seeds)
     for name, test in tests.items():
         report_progress(name)
         file = out / "cells" / f"{name}.json"

@@ -25,7 +25,6 @@ from titans.experiments.retrieval import (
     make_corpus,
     rank_fused,
     rank_nearest,
-    residual,
     with_interval,
 )
 from titans.report.page import Figure, Section, Table
@@ -140,7 +139,7 @@ def _neural_order(neural: NeuralTextMemory, answers: bool) -> Callable[[Corpus],
         if answers:
             z = F.normalize(neural.answer(state, neural.project(corpus.questions)[None]), dim=-1)[0]
         else:
-            z = residual(neural, state, corpus.questions[None])[0]
+            z = neural.unexpected([state], corpus.questions)
         return rank_nearest(z, neural.project(corpus.texts))
 
     return order
@@ -260,7 +259,7 @@ def forgetting(given: Given) -> list[Row]:
 def _loss(neural: NeuralTextMemory, memory: Any, vectors: Tensor) -> float:
     """The mean of ||M(k) - v||^2 over texts, none of which is written."""
     state = neural.current(memory)
-    k, v, _ = neural.associate(state, vectors[None], vectors[None, :0])
+    k, v, _ = neural.associate(vectors[None], vectors[None, :0])
     answers = neural.network(state.weights, k.unsqueeze(1)).squeeze(1)
     return float((answers - v).square().sum(-1).mean())
 

@@ -7,11 +7,11 @@ import json
 import math
 import shutil
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ from titans.ops import MemoryMLP, MemoryState, neural_memory_chunked
 from titans.ops.state import read_tensors, write_tensors
 
 ASSOCIATIONS = ("self", "previous")
-FORMAT, VERSION = "titans.NeuralTextMemory", "1"
+FORMAT, VERSION = "titans.NeuralTextMemory", "2"
 CONFIG_FILE, WEIGHTS_FILE, FIGURES_FILE = "config.json", "memory.safetensors", "figures.json"
 GRID = 2.0**20  # starting weights are multiples of its inverse, so that every machine makes the same
 MAX_NORM = 10.0  # no row of what was learned, nor of the momentum, is longer than this at the end of a chunk
@@ -34,14 +34,12 @@ class NeuralConfig:
 
     Args:
         width: of the encoder's vectors.
-        dim: of the memory.
+        dim: of the memory; 0: as wide as the encoder's vectors.
         depth: layers of the memory network, with SiLU between them.
         bias: the memory network has biases.
         theta, eta, alpha: step, momentum and forgetting, each in [0, 1]; with ``data_dependent``, where they start.
         data_dependent: step, momentum and forgetting are learned functions of the text.
         chunk_size: texts per chunk, which take their gradients at the chunk's first weights; part of the model.
-        heads: of the attention.
-        persistent: learned vectors that the attention always sees.
         bounded: divide each step by how far it moves the answer and by how crowded its chunk is, so that the memory
             stays finite whatever is written to it; off is the rule as the paper writes it.
         first_order: training treats the weights at which the memory takes its gradient as constants.
@@ -50,16 +48,14 @@ class NeuralConfig:
     """
 
     width: int = 384
-    dim: int = 128
-    depth: int = 2
-    bias: bool = True
-    theta: float = 0.01
+    dim: int = 0
+    depth: int = 1
+    bias: bool = False
+    theta: float = 0.03
     eta: float = 0.9
-    alpha: float = 0.02
+    alpha: float = 0.002
     data_dependent: bool = False
     chunk_size: int = 16
-    heads: int = 4
-    persistent: int = 4
     bounded: bool = True
     first_order: bool = False
     associate: str = "self"
@@ -71,7 +67,7 @@ class NeuralConfig:
             value, kind = getattr(self, field.name), str(field.type)
             if not isinstance(value, kinds[kind]) or (kind != "bool" and isinstance(value, bool)):
                 raise ValueError(f"{field.name} is {value!r}; expected a value of type {kind}")
-        for name, least in {"width": 1, "dim": 1, "depth": 1, "chunk_size": 1, "heads": 1, "persistent": 0}.items():
+        for name, least in {"width": 1, "dim": 0, "depth": 1, "chunk_size": 1}.items():
             if getattr(self, name) < least:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least {least}")
         for name in ("theta", "eta", "alpha"):
@@ -80,10 +76,9 @@ class NeuralConfig:
                 raise ValueError(f"{name} is {value}; expected a number in [0, 1]")
             if self.data_dependent and not 0 < value < 1:
                 raise ValueError(f"{name} is {value}; expected a number between 0 and 1 for gates to start from")
-        if self.dim % self.heads:
-            raise ValueError(f"dim is {self.dim} and heads is {self.heads}; expected heads to divide dim")
         if self.associate not in ASSOCIATIONS:
             raise ValueError(f"associate is {self.associate!r}; expected one of {', '.join(ASSOCIATIONS)}")
+        object.__setattr__(self, "dim", self.dim or self.width)
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, as JSON takes them."""
@@ -116,16 +111,8 @@ class ScopeMemory:
     count: int
 
 
-class Turn(NamedTuple):
-    """A turn of the conversation, (n, dim) each."""
-
-    h: Tensor  # what the memory answers to the input
-    y: Tensor  # the input after attention to [persistent | h | input]
-    o: Tensor  # y gated by what the memory answers to y, of length 1
-
-
 class NeuralTextMemory(nn.Module):
-    """Projections, attention and the learned start of a text memory; the memories themselves are values.
+    """Projections and the learned start of a text memory; the memories themselves are values.
 
     A scope's memory is a pure function of the ordered list of its texts' vectors. Texts 0 to 15 are its first chunk,
     and so on. All reads and gradients of a chunk are taken at the chunk's first weights:
@@ -145,10 +132,6 @@ class NeuralTextMemory(nn.Module):
         self.initial = nn.ParameterList(
             torch.empty(out, inside + int(config.bias)) for inside, out in pairwise([dim] * (config.depth + 1))
         )  # M_0
-        self.persistent = nn.Parameter(torch.empty(config.persistent, dim))
-        self.norm = nn.LayerNorm(dim)
-        self.attention_in = nn.Linear(dim, 3 * dim, bias=False)
-        self.attention_out = nn.Linear(dim, dim, bias=False)
         self.network = MemoryMLP(bias=config.bias)
         self.reset_parameters()
 
@@ -159,17 +142,15 @@ class NeuralTextMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Projections that preserve the encoder's vectors, a memory that answers 0, an attention that adds nothing."""
+        """Projections that preserve the encoder's vectors, and a memory that answers 0."""
+        dim, width = self.config.dim, self.config.width
         generator = torch.Generator().manual_seed(self.config.seed)
-        self.to_dim.weight.copy_(_orthogonal(self.config.dim, self.config.width, generator))
+        self.to_dim.weight.copy_(torch.eye(dim) if dim == width else _orthogonal(dim, width, generator))
         for linear in (self.to_key, self.to_value, self.to_query):
-            linear.weight.copy_(torch.eye(self.config.dim))
+            linear.weight.copy_(torch.eye(dim))
         for index, weight in enumerate(self.initial):
             last = index + 1 == self.config.depth
             weight.copy_(torch.zeros_like(weight) if last else _uniform(weight.shape, generator))
-        self.persistent.copy_(_uniform(self.persistent.shape, generator))
-        self.attention_in.weight.copy_(_uniform(self.attention_in.weight.shape, generator))
-        nn.init.zeros_(self.attention_out.weight)
         if self.to_gates is not None:
             start = (self.config.theta, self.config.eta, self.config.alpha)
             nn.init.zeros_(self.to_gates.weight)
@@ -223,68 +204,61 @@ class NeuralTextMemory(nn.Module):
             return memory.sealed
         return self.write_chunk(memory.sealed, memory.open[None], memory.before[None])[0]
 
-    @torch.no_grad()
-    def read(self, memory: ScopeMemory, vectors: Tensor) -> Tensor:
-        """M(W_Q x) for texts (n, width) -> (n, dim), at the memory after all its texts; changes nothing."""
-        return self.answer(self.current(memory), self.project(self._check(vectors))[None])[0]
-
-    @torch.no_grad()
-    def turn(self, memory: ScopeMemory, vectors: Tensor) -> Turn:
-        """The MAC turn for texts (n, width), at the memory after all its texts; changes nothing."""
-        return Turn(*(x[0] for x in self.take_turn(self.current(memory), self._check(vectors)[None])))
-
     def answer(self, state: MemoryState, x: Tensor) -> Tensor:
         """M(W_Q x), (batch, n, dim) -> (batch, n, dim)."""
         query = _unit(self.to_query(x)).unsqueeze(1)
         result: Tensor = self.network(state.weights, query).squeeze(1)
         return result
 
-    def attend(self, x: Tensor, h: Tensor) -> Tensor:
-        """y = x + Attn([persistent | h | x]) at the position of x; each text by itself, (batch, n, dim) each."""
-        heads = self.config.heads
-        persistent = self.persistent.expand(*x.shape[:2], -1, -1)
-        tokens = self.norm(torch.cat([persistent, h.unsqueeze(2), x.unsqueeze(2)], dim=2))
-        q, k, v = self.attention_in(tokens).unflatten(-1, (3, heads, -1)).unbind(-3)  # (batch, n, tokens, heads, width)
-        q, k, v = q[:, :, -1:].transpose(2, 3), k.transpose(2, 3), v.transpose(2, 3)
-        weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), dim=-1)
-        return x + self.attention_out((weights @ v).flatten(2))
+    def unexpected(self, states: Sequence[MemoryState], vectors: Tensor) -> Tensor:
+        """What memories leave of questions: z = x, then z - M(W_Q z) for each of them, of length 1.
 
-    def take_turn(self, state: MemoryState, vectors: Tensor) -> Turn:
-        """:meth:`turn` for several scopes at once, (batch, n, width), with gradients."""
-        x = self.project(vectors)
-        h = self.answer(state, x)
-        y = self.attend(x, h)
-        return Turn(h, y, _unit(y * self.answer(state, y)))
+        A memory whose keys and values are of the same text (``associate="self"``) has learned what its texts have in
+        common: the names of the speakers, what they always talk about. What is left of a question without that is what
+        tells one text from the others. With M the ridge regression of the texts X on themselves the rest is
+        (X^T X + lambda)^-1 x up to a factor: the question, whitened by the scope's own texts.
 
-    def associate(self, state: MemoryState, vectors: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        Args:
+            states: of the scopes that are searched, the last written first. A linear memory that learns without
+                momentum and forgetting has I - M = (I - M_1)(I - M_2) if it wrote all texts of M_1 and then those of
+                M_2: read in this order, the memories of several scopes do what one memory of all their texts would.
+            vectors: (n, width) of the questions, or (batch, n, width) for states of as many scopes each.
+
+        Returns:
+            (n, dim) or (batch, n, dim), with gradients.
+        """
+        z = self.project(vectors).reshape(-1, vectors.shape[-2], self.config.dim)
+        for state in states:
+            z = _unit(z - self.answer(state, z))
+        return z.reshape(*vectors.shape[:-1], -1)
+
+    def associate(self, vectors: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """What is written for the texts of a chunk.
 
         Args:
-            state: the memory at the chunk's start.
             vectors: (batch, n, width), the chunk's texts.
             before: (batch, 0 or 1, width), the text before them, if there is one.
 
         Returns:
-            unit keys and values, and y, (batch, n, dim) each.
+            unit keys and values, and the projected texts, (batch, n, dim) each.
         """
         if self.config.associate == "self":
             before = before[:, :0]
         x = self.project(torch.cat([before, vectors], dim=1))
-        y = self.attend(x, self.answer(state, x))
-        new = y[:, before.shape[1] :]
+        new = x[:, before.shape[1] :]
         source = new
         if self.config.associate == "previous":  # the first text of all follows itself
-            source = y[:, :-1] if before.shape[1] else torch.cat([y[:, :1], y[:, :-1]], dim=1)
+            source = x[:, :-1] if before.shape[1] else torch.cat([x[:, :1], x[:, :-1]], dim=1)
         return _unit(self.to_key(source)), _unit(self.to_value(new)), new
 
-    def gates(self, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """theta, alpha, eta (batch, 1, n) for what is written (batch, n, dim)."""
+    def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """theta, alpha, eta (batch, 1, n) for projected texts (batch, n, dim)."""
         if self.to_gates is not None:
-            theta, eta, alpha = torch.sigmoid(self.to_gates(y)).unsqueeze(1).unbind(-1)
+            theta, eta, alpha = torch.sigmoid(self.to_gates(x)).unsqueeze(1).unbind(-1)
             return theta, alpha, eta
         config = self.config
-        shape = (y.shape[0], 1, y.shape[1])
-        theta, alpha, eta = (y.new_full(shape, value) for value in (config.theta, config.alpha, config.eta))
+        shape = (x.shape[0], 1, x.shape[1])
+        theta, alpha, eta = (x.new_full(shape, value) for value in (config.theta, config.alpha, config.eta))
         return theta, alpha, eta
 
     def write_chunk(self, state: MemoryState, vectors: Tensor, before: Tensor) -> tuple[MemoryState, Tensor]:
@@ -301,8 +275,8 @@ class NeuralTextMemory(nn.Module):
         size = self.config.chunk_size
         if vectors.shape[1] > size:
             raise ValueError(f"vectors has {vectors.shape[1]} texts; expected no more than a chunk of {size}")
-        k, v, y = self.associate(state, vectors, before)
-        theta, alpha, eta = self.gates(y)
+        k, v, x = self.associate(vectors, before)
+        theta, alpha, eta = self.gates(x)
         # The query of text t is the key of text t + 1: its answer is what the memory knows when that text comes.
         following = torch.cat([k[:, 1:], k[:, -1:]], dim=1)
         rest = [weight.expand(len(vectors), 1, -1, -1) for weight in self.initial]
@@ -395,6 +369,7 @@ class NeuralTextMemory(nn.Module):
         file = source / CONFIG_FILE
         if not file.is_file():
             raise ValueError(f"{file} is not there; expected a folder written by `titans text train`")
+        tensors, _ = read_tensors(source / WEIGHTS_FILE, "cpu", FORMAT, VERSION, "text memory")
         try:
             given = json.loads(file.read_text(encoding="utf-8"))
         except ValueError as error:
@@ -402,7 +377,6 @@ class NeuralTextMemory(nn.Module):
         if not isinstance(given, dict):
             raise ValueError(f"{file} holds {type(given).__name__}; expected the fields of a text memory")
         memory = cls(NeuralConfig.from_dict(given))
-        tensors, _ = read_tensors(source / WEIGHTS_FILE, "cpu", FORMAT, VERSION, "text memory")
         expected = {name: tuple(tensor.shape) for name, tensor in memory.state_dict().items()}
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
         if found != expected:
@@ -421,6 +395,11 @@ class NeuralTextMemory(nn.Module):
         if not bool(torch.isfinite(vectors).all()):
             raise ValueError("vectors has values that are NaN or infinite; expected finite ones")
         return vectors
+
+
+def add_previous(projected: Tensor, share: float) -> Tensor:
+    """Adds to each text (..., n, dim) a share of the one before it: a question in a dialogue is part of its answer."""
+    return torch.cat([projected[..., :1, :], projected[..., 1:, :] + share * projected[..., :-1, :]], dim=-2)
 
 
 def check_folder(folder: Path, overwrite: bool) -> None:

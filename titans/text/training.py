@@ -1,16 +1,15 @@
-"""The outer loop of the text memory: episodes in which a few texts are written and then asked for."""
+"""The outer loop of the text memory: texts are written to it, and then sought by what asks for them."""
 
 from __future__ import annotations
 
 import json
 import random
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,9 +17,9 @@ from torch import Tensor
 from titans.ops import MemoryState
 from titans.text.encoder import CachedEncoder, Progress, TextEncoder
 from titans.text.facts import generate_facts
-from titans.text.neural import NeuralConfig, NeuralTextMemory
+from titans.text.neural import NeuralConfig, NeuralTextMemory, add_previous
 
-MIN_WORDS = 6  # of a text that is long enough to be asked for by half of it
+LEAST = 8  # messages to train on, and to hold out
 
 
 @dataclass(frozen=True)
@@ -29,47 +28,37 @@ class TextTraining:
 
     Args:
         epochs: passes over the data.
-        written: texts of an episode that are written to the memory.
-        asked: queries of an episode, each of which is answered by one of the texts that were written.
-        batch: episodes per step.
+        written: consecutive texts of an episode, which are written to a memory, and among which each answer is sought.
+        neighbours: texts of an episode that ask for the text after them, besides the questions of the data.
+        share: how much of the text before is added to each text that is sought among.
         learning_rate, weight_decay: of AdamW.
         clip: the largest norm of a step's gradient.
-        write, read: weights of the losses on the write and on the read.
-        contrastive: weight of the retrieval loss, which reaches every parameter; 0: none. The other two alone are
-            smallest if all texts have the same value, and then nothing can be found.
-        temperature: of the retrieval loss.
+        temperature: of the loss.
         generated: episodes per epoch that are made from templates, besides those of the data.
         held_out: share of the data that is not trained on.
         seed: of the episodes.
     """
 
-    epochs: int = 10
-    written: int = 6
-    asked: int = 2
-    batch: int = 8
+    epochs: int = 3
+    written: int = 192
+    neighbours: int = 32
+    share: float = 0.5
     learning_rate: float = 1e-4
     weight_decay: float = 0.01
     clip: float = 1.0
-    write: float = 0.1
-    read: float = 1.0
-    contrastive: float = 1.0
     temperature: float = 0.05
     generated: int = 0
     held_out: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("epochs", "written", "asked", "batch"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least 1")
-        if self.asked > self.written:
-            raise ValueError(
-                f"asked is {self.asked} and written is {self.written}; expected no more asked than written"
-            )
+        for name, least in {"epochs": 0, "written": 2, "neighbours": 0, "generated": 0}.items():
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least {least}")
         for name in ("learning_rate", "clip", "temperature"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
-        for name in ("weight_decay", "write", "read", "contrastive", "generated"):
+        for name in ("weight_decay", "share"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
         if not 0 < self.held_out < 1:
@@ -86,30 +75,22 @@ class Message(NamedTuple):
 Session = list[Message]
 
 
+class Texts(NamedTuple):
+    """Texts in their order as vectors, and questions about them."""
+
+    written: Tensor  # (n, width)
+    asked: Tensor  # (m, width), the questions
+    answers: Tensor  # (m,), the text that answers each
+    follows: Tensor  # (n,), whether a text follows the one before it in the same session
+
+
 class Episode(NamedTuple):
-    """Texts that are written, texts that are asked, and which of the written ones is the answer to each."""
+    """Texts that are written, and what asks for some of them."""
 
-    written: tuple[str, ...]
-    asked: tuple[str, ...]
-    answers: tuple[int, ...]
-
-
-class Batch(NamedTuple):
-    """Episodes as vectors."""
-
-    written: Tensor  # (episodes, written, width)
-    asked: Tensor  # (episodes, asked, width)
-    answers: Tensor  # (episodes, asked)
-
-
-class Losses(NamedTuple):
-    """The parts of the outer loss, and how often the answer is found among the texts of its episode."""
-
-    write: Tensor
-    read: Tensor
-    contrastive: Tensor
-    found: Tensor  # the read is nearest to the value of the answer
-    found_without: Tensor  # without a memory: the projected query is nearest to the projected answer
+    written: Tensor  # (n, width)
+    asked: Tensor  # (m, width)
+    answers: Tensor  # (m,), the text that each asks for
+    askers: Tensor  # (m,), the text that asks; -1 for a question
 
 
 def read_transcripts(paths: Iterable[str | Path]) -> list[Session]:
@@ -175,13 +156,10 @@ def _words(value: object, name: str, where: str) -> str:
     return value.strip()
 
 
-def generate_sessions(count: int, size: int, rng: random.Random, part: str = "train") -> list[Session]:
-    """Sessions of ``size`` facts about people, each stated in one of two ways and with two questions."""
-    sessions = []
-    for _ in range(count):
-        facts = generate_facts(size, rng, part)
-        sessions.append([Message(rng.choice([fact.text, fact.paraphrase]), fact.questions) for fact in facts])
-    return sessions
+def generate_session(size: int, rng: random.Random, part: str = "train") -> Session:
+    """Facts about people, each stated in one of two ways and with two questions."""
+    facts = generate_facts(size, rng, part)
+    return [Message(rng.choice([fact.text, fact.paraphrase]), fact.questions) for fact in facts]
 
 
 def split_sessions(
@@ -213,146 +191,107 @@ def split_sessions(
     return [joined[: total - wanted]], [joined[total - wanted :]]
 
 
-def draw_episodes(sessions: Sequence[Session], settings: TextTraining, rng: random.Random) -> list[Episode]:
-    """Episodes from stretches of consecutive messages, each message in about one of them.
-
-    A query is a question, where the data has some for a text of the stretch; otherwise half of a text that was written,
-    or a message that was left out, whose neighbour answers it. What is left of a session that does not fill an episode
-    joins what is left of the next.
-    """
-    size = settings.written + settings.asked
-    stretches: list[Session] = []
-    rest: Session = []
-    for session in sessions:
-        known = sum(bool(message.questions) for message in session)
-        length = settings.written if known >= settings.asked else size
-        start = rng.randrange(min(length, len(session) % length + 1))
-        stretches += [session[i : i + length] for i in range(start, len(session) - length + 1, length)]
-        used = start + (len(session) - start) // length * length
-        rest += session[:start] + session[used:]
-    # Messages in the rest are not consecutive: there only questions and halves are queries.
-    stretches += [rest[i : i + settings.written] for i in range(0, len(rest) - settings.written + 1, settings.written)]
-    episodes = [_draw_episode(stretch, settings, rng) for stretch in stretches]
-    rng.shuffle(episodes)
-    return episodes
-
-
-def _draw_episode(stretch: Session, settings: TextTraining, rng: random.Random) -> Episode:
-    """An episode of a stretch of ``written`` messages, or of ``written + asked``, of which some are left out."""
-    left_out: set[int] = set()
-    while len(stretch) - len(left_out) > settings.written:
-        free = [i for i in range(len(stretch)) if not {i - 1, i, i + 1} & left_out]
-        left_out.add(rng.choice(free or [i for i in range(len(stretch)) if i not in left_out]))
-    places = [i for i in range(len(stretch)) if i not in left_out]
-    written = [stretch[i] for i in places]
-
-    queries: dict[int, list[str]] = {}  # by answer
-    for index, message in enumerate(written):
-        if message.questions:
-            queries[index] = list(message.questions)
-    if len(queries) < settings.asked:
-        for index in left_out:
-            for neighbour in (index + 1, index - 1):
-                if neighbour in places:
-                    queries.setdefault(places.index(neighbour), []).append(stretch[index].text)
-                    break
-        for index, message in enumerate(written):
-            queries.setdefault(index, []).extend(halves(message.text))
-        for index, message in enumerate(written):
-            queries[index] = queries[index] or [message.text]
-    answers = tuple(rng.sample(sorted(queries), settings.asked))
-    asked = tuple(rng.choice(queries[index]) for index in answers)
-    return Episode(tuple(message.text for message in written), asked, answers)
-
-
-def halves(text: str) -> list[str]:
-    """The first and the second half of the words of a text, if it has enough of them."""
-    words = text.split()
-    if len(words) < MIN_WORDS:
-        return []
-    return [" ".join(words[: len(words) // 2]), " ".join(words[len(words) // 2 :])]
-
-
-def make_batch(episodes: Sequence[Episode], encoder: TextEncoder) -> Batch:
-    """The vectors of some episodes."""
+def encode_sessions(sessions: Sequence[Session], encoder: TextEncoder) -> Texts:
+    """Sessions one after the other, as a user's memory gets them."""
+    messages = [message for session in sessions for message in session]
+    pairs = [(question, index) for index, message in enumerate(messages) for question in message.questions]
     written, asked = (
-        torch.from_numpy(np.stack([encoder.encode(texts) for texts in group]))
-        for group in ([episode.written for episode in episodes], [episode.asked for episode in episodes])
+        torch.from_numpy(encoder.encode(texts))
+        for texts in ([message.text for message in messages], [question for question, _ in pairs])
     )
-    return Batch(written, asked, torch.tensor([episode.answers for episode in episodes]))
+    answers = torch.tensor([index for _, index in pairs], dtype=torch.int64)
+    follows = torch.tensor([place > 0 for session in sessions for place in range(len(session))])
+    return Texts(written, asked, answers, follows)
 
 
-def write_texts(memory: NeuralTextMemory, vectors: Tensor) -> tuple[MemoryState, Tensor, Tensor]:
-    """Writes texts (batch, n, width) to empty memories, with gradients.
+def draw_episodes(data: Sequence[Texts], settings: TextTraining, rng: random.Random) -> list[Episode]:
+    """Stretches that do not overlap, whose start differs from call to call, in random order."""
+    episodes = []
+    for texts in data:
+        total = len(texts.written)
+        length = min(settings.written, total)
+        for start in range(rng.randrange(total % length + 1), total - length + 1, length):
+            episodes.append(_draw_episode(texts, start, start + length, settings.neighbours, rng))
+    rng.shuffle(episodes)
+    return [episode for episode in episodes if len(episode.asked)]
 
-    Returns the memories after them, and the keys and values that were written, (batch, n, dim).
-    """
-    state, before = memory.create(len(vectors)), vectors[:, :0]
-    keys, values = [], []
-    for chunk in vectors.split(memory.config.chunk_size, dim=1):
-        k, v, _ = memory.associate(state, chunk, before)
-        state, _ = memory.write_chunk(state, chunk, before)
+
+def _draw_episode(texts: Texts, start: int, stop: int, neighbours: int, rng: random.Random) -> Episode:
+    """The texts from ``start`` to ``stop``, the questions about them, and some of them for the next."""
+    written = texts.written[start:stop]
+    inside = (texts.answers >= start) & (texts.answers < stop)
+    known = [place for place in range(1, stop - start) if texts.follows[start + place]]
+    after = torch.tensor(rng.sample(known, min(neighbours, len(known))), dtype=torch.int64)
+    questions, answers = texts.asked[inside], texts.answers[inside] - start
+    askers = torch.cat([torch.full_like(answers, -1), after - 1])
+    return Episode(written, torch.cat([questions, written[after - 1]]), torch.cat([answers, after]), askers)
+
+
+def write_texts(neural: NeuralTextMemory, vectors: Tensor) -> MemoryState:
+    """The memory after texts (n, width), with gradients."""
+    state, before = neural.create(), vectors[None, :0]
+    for chunk in vectors[None].split(neural.config.chunk_size, dim=1):
+        state, _ = neural.write_chunk(state, chunk, before)
         before = chunk[:, -1:]
-        keys.append(k)
-        values.append(v)
-    return state, torch.cat(keys, dim=1), torch.cat(values, dim=1)
+    return state
 
 
-def episode_losses(memory: NeuralTextMemory, batch: Batch, temperature: float | None = None) -> Losses:
-    """The losses of some episodes, each a mean over texts or queries.
-
-    With M the memory after the texts of an episode, and sg what is kept out of the gradient:
-
-        write = ||M(k) - v||^2 for the texts that were written; for every parameter but W_Q
-        read = ||sg(M)(W_Q sg(x)) - sg(v)||^2 for a query x and the value v of its answer; for W_Q alone
-        contrastive = -log softmax(cos(z, text) / temperature)[answer] over the texts of the batch, for z the projected
-            query, the read of it and the turn's output; for every parameter; 0 without a temperature
-    """
-    state, k, v = write_texts(memory, batch.written)
-    write = (memory.network(state.weights, k.unsqueeze(1)).squeeze(1) - v).square().sum(-1).mean()
-
-    x = memory.project(batch.asked)
-    answer = memory.answer(state.detach(), x.detach())
-    target = v.gather(1, batch.answers.unsqueeze(-1).expand(-1, -1, v.shape[-1])).detach()
-    read = (answer - target).square().sum(-1).mean()
-    texts = memory.project(batch.written)
-    found, found_without = (
-        ((asked @ among.mT).argmax(-1) == batch.answers).float().mean() for asked, among in ((answer, v), (x, texts))
-    )
-
-    contrastive = read.new_zeros(())
-    if temperature is not None:
-        texts = texts.flatten(0, 1)
-        first = torch.arange(len(batch.written), device=x.device).unsqueeze(1) * batch.written.shape[1]
-        labels = (first + batch.answers).flatten()
-        # Another episode may have the same text, which would then be a right answer, too.
-        same = texts @ texts.mT > 1 - 1e-4
-        others = same[labels] & (torch.arange(len(texts), device=x.device) != labels.unsqueeze(1))
-        turn = memory.take_turn(state, batch.asked)
-        for z in (x, turn.h, turn.o):
-            scores = F.normalize(z, dim=-1).flatten(0, 1) @ texts.mT / temperature
-            contrastive = contrastive + F.cross_entropy(scores.masked_fill(others, -torch.inf), labels) / 3
-    return Losses(write, read, contrastive, found, found_without)
+Reader = Callable[[NeuralTextMemory, Episode], Tensor]  # what stands for each query in the ranking, (m, dim)
 
 
-def add_gradients(memory: NeuralTextMemory, losses: Losses, settings: TextTraining) -> None:
-    """Adds the gradients of each loss to the parameters that it is for."""
-    query = memory.to_query.weight
-    others = [parameter for parameter in memory.parameters() if parameter is not query]
-    if settings.contrastive:
-        (settings.contrastive * losses.contrastive).backward(retain_graph=True)
-    (settings.write * losses.write).backward(inputs=others)
-    (settings.read * losses.read).backward(inputs=[query])
+def ask_memory(neural: NeuralTextMemory, episode: Episode) -> Tensor:
+    """What the memory of an episode's texts does not expect of each query."""
+    return neural.unexpected([write_texts(neural, episode.written)], episode.asked)
+
+
+def ask_projection(neural: NeuralTextMemory, episode: Episode) -> Tensor:
+    """Each query projected, as a memory without texts would leave it."""
+    return neural.project(episode.asked)
+
+
+def rank_texts(neural: NeuralTextMemory, episode: Episode, share: float, read: Reader = ask_memory) -> Tensor:
+    """How near each text, in the context of the one before it, is to each query (m, n); a text never answers itself."""
+    scores = read(neural, episode) @ add_previous(neural.project(episode.written), share).mT
+    places = torch.arange(len(episode.written), device=scores.device)
+    return scores.masked_fill(places == episode.askers.unsqueeze(1), -torch.inf)
+
+
+def train_epoch(
+    neural: NeuralTextMemory,
+    optimizer: torch.optim.Optimizer,
+    episodes: Sequence[Episode],
+    settings: TextTraining,
+    read: Reader = ask_memory,
+    on_step: Callable[[float], None] | None = None,
+) -> None:
+    """One step for each episode on the cross-entropy of the right text among those of the episode."""
+    for episode in episodes:
+        scores = rank_texts(neural, episode, settings.share, read)
+        loss = F.cross_entropy(scores / settings.temperature, episode.answers)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(neural.parameters(), settings.clip)
+        optimizer.step()
+        if on_step is not None:
+            on_step(float(loss.detach()))
+
+
+def make_optimizer(neural: NeuralTextMemory, settings: TextTraining) -> torch.optim.Optimizer:
+    """AdamW with the settings' learning rate and weight decay."""
+    return torch.optim.AdamW(neural.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
 
 
 @torch.no_grad()
-def evaluate(memory: NeuralTextMemory, batches: Sequence[Batch], settings: TextTraining) -> dict[str, float]:
-    """The means of :class:`Losses` over batches."""
-    temperature = settings.temperature if settings.contrastive else None
-    sizes = torch.tensor([float(len(batch.written)) for batch in batches])
-    losses = torch.stack([torch.stack(episode_losses(memory, batch, temperature)) for batch in batches])
-    means = (losses * sizes.unsqueeze(1)).sum(0) / sizes.sum()
-    return dict(zip(Losses._fields, (float(value) for value in means), strict=True))
+def evaluate(neural: NeuralTextMemory, episodes: Sequence[Episode], settings: TextTraining) -> dict[str, float]:
+    """Means over all queries: the loss, and how often the answer is first, by the memory and without it."""
+    rows = []
+    for episode in episodes:
+        scores = rank_texts(neural, episode, settings.share)
+        without = rank_texts(neural, episode, settings.share, ask_projection)
+        losses = F.cross_entropy(scores / settings.temperature, episode.answers, reduction="none")
+        found = [(each.argmax(-1) == episode.answers).float() for each in (scores, without)]
+        rows.append(torch.stack([losses, *found]))
+    return dict(zip(("loss", "found", "found_without"), torch.cat(rows, dim=1).mean(1).tolist(), strict=True))
 
 
 @dataclass(frozen=True)
@@ -375,71 +314,61 @@ def train_memory(
     Args:
         sessions: what :func:`read_transcripts` gives; may be empty if there are generated episodes.
         encoder: of the texts; stays as it is.
-        config: of the memory; default: that of an untrained one, with the encoder's width.
+        config: of the memory; default: that of an untrained one.
         settings: how it is trained.
         on_progress: called with (done, total, what is being done).
     """
     started = time.perf_counter()
-    config = replace(config or NeuralConfig(), width=encoder.width)
+    config = config or NeuralConfig(width=encoder.width)
+    if config.width != encoder.width:
+        raise ValueError(f"width is {config.width}; expected {encoder.width}, that of the encoder's vectors")
+    if not sessions and not settings.generated:
+        raise ValueError("there are no sessions and generated is 0; expected episodes from one of them")
     rng = random.Random(settings.seed)
-    trained, held_out = _episodes(sessions, settings, rng)
     cached = CachedEncoder(encoder)  # which is never trained
 
-    def batches(episodes: Sequence[Episode]) -> Iterator[Batch]:
-        cached.learn([text for each in episodes for text in (*each.written, *each.asked)], on_progress)
-        for start in range(0, len(episodes), settings.batch):
-            yield make_batch(episodes[start : start + settings.batch], cached)
+    def encode(some: Sequence[Session]) -> Texts:
+        cached.learn([words for session in some for each in session for words in (each.text, *each.questions)],
+                     on_progress)  # fmt: skip
+        return encode_sessions(some, cached)
 
-    checks = list(batches(held_out))
+    def generate(count: int, part: str) -> list[Texts]:
+        return [encode([generate_session(settings.written, rng, part)]) for _ in range(count)]
 
-    memory = NeuralTextMemory(config)
-    before = evaluate(memory, checks, settings)
-    optimizer = torch.optim.AdamW(memory.parameters(), lr=settings.learning_rate, weight_decay=settings.weight_decay)
-    total = sum(-(-len(epoch) // settings.batch) for epoch in trained)
+    train, kept = [], []
+    if sessions:
+        trained, held_out = split_sessions(sessions, settings.held_out, LEAST, rng)
+        train, kept = [encode(trained)], [encode(held_out)]
+    if settings.generated:
+        kept += generate(max(1, round(settings.held_out * settings.generated)), "test")
+    checks = draw_episodes(kept, settings, rng)
+    if not checks:
+        raise ValueError("the data has no questions and neighbours is 0; expected texts to be asked for")
+
+    neural = NeuralTextMemory(config)
+    optimizer = make_optimizer(neural, settings)
+    curve = [evaluate(neural, checks, settings)]
+    per_epoch = 0
     done = 0
-    curve = [before]
-    for epoch in trained:
-        for batch in batches(epoch):
-            losses = episode_losses(memory, batch, settings.temperature if settings.contrastive else None)
-            optimizer.zero_grad()
-            add_gradients(memory, losses, settings)
-            torch.nn.utils.clip_grad_norm_(memory.parameters(), settings.clip)
-            optimizer.step()
-            done += 1
-            if on_progress is not None:
-                on_progress(done, total, f"training, read loss {float(losses.read.detach()):.3f}")
-        curve.append(evaluate(memory, checks, settings))
+
+    def on_step(loss: float) -> None:
+        nonlocal done
+        done += 1
+        if on_progress is not None:
+            on_progress(done, per_epoch * settings.epochs, f"training, loss {loss:.3f}")
+
+    for _ in range(settings.epochs):
+        episodes = draw_episodes([*train, *generate(settings.generated, "train")], settings, rng)
+        per_epoch = len(episodes)
+        train_epoch(neural, optimizer, episodes, settings, on_step=on_step)
+        curve.append(evaluate(neural, checks, settings))
     figures = {
         "settings": asdict(settings),
         "encoder": {"name": encoder.name, "fingerprint": encoder.fingerprint},
-        "fingerprint": memory.fingerprint,
-        "episodes": {"train": len(trained[0]), "held_out": len(held_out)},
-        "steps": total,
+        "fingerprint": neural.fingerprint,
+        "episodes": {"train": per_epoch, "held_out": len(checks)},
+        "steps": done,
         "seconds": round(time.perf_counter() - started, 2),
-        "held_out": {"before": before, "after": curve[-1], "epochs": curve},
+        "held_out": {"before": curve[0], "after": curve[-1], "epochs": curve},
     }
-    return Result(memory.requires_grad_(False), figures)
-
-
-def _episodes(
-    sessions: Sequence[Session], settings: TextTraining, rng: random.Random
-) -> tuple[list[list[Episode]], list[Episode]]:
-    """The episodes of every epoch, and those that are held out."""
-    size = settings.written + settings.asked
-    train: list[Session] = []
-    held_out: list[Episode] = []
-    if sessions:
-        train, kept = split_sessions(sessions, settings.held_out, size, rng)
-        held_out = draw_episodes(kept, settings, rng)
-    elif not settings.generated:
-        raise ValueError("there are no sessions and generated is 0; expected episodes from one of them")
-    if settings.generated:
-        count = max(1, round(settings.held_out * settings.generated))
-        held_out += draw_episodes(generate_sessions(count, settings.written, rng, "test"), settings, rng)
-    epochs = []
-    for _ in range(settings.epochs):
-        made = generate_sessions(settings.generated, settings.written, rng)
-        epoch = draw_episodes(train, settings, rng) + draw_episodes(made, settings, rng)
-        rng.shuffle(epoch)
-        epochs.append(epoch)
-    return epochs, held_out
+    return Result(neural.requires_grad_(False), figures)
