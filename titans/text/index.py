@@ -211,11 +211,9 @@ class LocalIndex:
             covered = self.store.segments(user)
             if row.count < EXACT and not covered:
                 return
-            lost = [segment for segment in covered if not (self.store.index_folder / segment.file).is_file()]
+            lost = [segment for segment in covered if self._is_lost(user, segment)]
             if not lost and row.count - sum(each.count for each in covered) < (SEGMENT if covered else EXACT):
                 return
-            known = self.catalogue(user)
-            lost = [segment for segment in covered if known.files.get(segment.file) is None]
         if lost:
             with self.store.writing():
                 for segment in lost:
@@ -223,23 +221,32 @@ class LocalIndex:
         with self.store.reading():
             known = self.catalogue(user)
             epoch, seqs, vectors = known.epoch, known.open_seqs, known.open_vectors
-            runs = _runs(seqs, self.store.segments(user))
+            runs = _runs(seqs, self.store.segments(user), lost)
         for low, high in runs:
             self._build_file(user, epoch, seqs[low:high], vectors[low:high])
+
+    def _is_lost(self, user: int, segment: Segment) -> bool:
+        """Whether a file is missing, or was found damaged when it was opened."""
+        known = self._users.get(user)
+        opened = known is None or known.files.get(segment.file, True)
+        return opened is None or not (self.store.index_folder / segment.file).is_file()
 
     def _build_file(self, user: int, epoch: int, seqs: np.ndarray, vectors: np.ndarray) -> None:
         name = f"{uuid.uuid4().hex}.usearch"
         path = self.store.index_folder / name
         with self.store.writing():
             self.store.begin_building(name)
-        data = _make_file(seqs, vectors)
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        write_atomically(path, data, private=True)
-        segment = Segment(name, int(seqs[0]), int(seqs[-1]), len(seqs), zlib.crc32(data))
-        with self.store.writing():
-            valid = self.store.end_building(user, epoch, segment)
-        if not valid:
-            path.unlink(missing_ok=True)
+        segment = None
+        try:
+            data = _make_file(seqs, vectors)
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            write_atomically(path, data, private=True)
+            segment = Segment(name, int(seqs[0]), int(seqs[-1]), len(seqs), zlib.crc32(data))
+        finally:
+            with self.store.writing():
+                valid = self.store.end_building(name, user, epoch, segment)
+            if not valid:
+                path.unlink(missing_ok=True)
 
 
 def among(seqs: np.ndarray, known: np.ndarray) -> np.ndarray:
@@ -250,19 +257,21 @@ def among(seqs: np.ndarray, known: np.ndarray) -> np.ndarray:
     return known[rows] == seqs
 
 
-def _runs(seqs: np.ndarray, covered: Sequence[Segment]) -> list[tuple[int, int]]:
+def _runs(seqs: np.ndarray, covered: Sequence[Segment], lost: Sequence[Segment]) -> list[tuple[int, int]]:
     """Ranges of the open records to write to files; none overlaps another file's range.
 
-    At the end, which will grow, only whole files are made. The holes that erasing has left are filled once they have as
-    many records as are searched one by one.
+    Files that were lost are made again. At the end, which will grow, only whole files are made. The holes that erasing
+    has left are filled once they have as many records as are searched one by one.
     """
-    edges = np.searchsorted(seqs, [segment.low for segment in covered])
+    again = {int(np.searchsorted(seqs, segment.low)) for segment in lost}
+    ends = [each.high + 1 for each in lost]
+    edges = np.searchsorted(seqs, [*(segment.low for segment in (*covered, *lost)), *ends])
     edges = np.unique(np.concatenate([[0], edges, [len(seqs)]])).astype(int)
-    tail = int(np.searchsorted(seqs, max((segment.high for segment in covered), default=0)))
+    tail = int(np.searchsorted(seqs, max((segment.high for segment in (*covered, *lost)), default=0), side="right"))
     ranges = []
     for low, high in itertools.pairwise(edges.tolist()):
         least = SEGMENT if low >= tail else LEAST
-        if low < tail < EXACT:
+        if low < tail < EXACT and low not in again:
             continue
         pieces = [(start, min(start + SEGMENT, high)) for start in range(low, high, SEGMENT)]
         ranges += [(start, end) for start, end in pieces if end - start >= least]
@@ -305,6 +314,8 @@ def _search_file(
     """For each vector the nearest records of a file, best first; ``may``: those that may be found, None if all may."""
     if may is None:
         found = index.search(vectors, min(many, size))
+        if len(vectors) == 1:  # usearch takes it for one question instead of several
+            return [(found.keys.astype(np.int64), 1 - found.distances)]
         rows = zip(found.keys, found.distances, found.counts, strict=True)
         return [(keys[:count].astype(np.int64), 1 - far[:count]) for keys, far, count in rows]
     if WIDER * len(may) < size:

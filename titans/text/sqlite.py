@@ -84,9 +84,9 @@ class SqliteStore(Database, Store):
         return int(self._value("SELECT coalesce(sum(count), 0) FROM users"))
 
     def user_row(self, user: int) -> UserRow:
-        """A user by number; one that is not there has no records."""
+        """A user by number; one that is not there has no records, and an epoch that no user has."""
         row = self._one("SELECT id, count, epoch FROM users WHERE id = ?", (user,))
-        return UserRow(user, 0, 0) if row is None else UserRow(*row)
+        return UserRow(user, 0, -1) if row is None else UserRow(*row)
 
     def _user_id(self, name: str) -> int | None:
         found: int | None = self._value("SELECT id FROM users WHERE name = ?", (name,))
@@ -472,6 +472,8 @@ class SqliteStore(Database, Store):
             if time.monotonic() > deadline:
                 return  # a reader holds the log; the mark stays
             time.sleep(0.05)
+        if self._value("SELECT count(*) FROM building"):
+            return  # in a file that another process may leave behind; the mark stays
         self._run("BEGIN IMMEDIATE")
         self.set_meta("erasing", None)
         self._run("COMMIT")
@@ -499,16 +501,21 @@ class SqliteStore(Database, Store):
         """Notes that this process is making a file of the index, which nobody deletes meanwhile."""
         self._run("INSERT INTO building VALUES (?, ?)", (file, os.getpid()))
 
-    def end_building(self, user: int, epoch: int, segment: Segment) -> bool:
-        """Makes a file of the index valid, unless something that it holds may have been erased meanwhile."""
-        known = self._run("DELETE FROM building WHERE file = ?", (segment.file,)).rowcount
-        valid = bool(known) and self.user_row(user).epoch == epoch
-        if valid:
-            self._run(
-                "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)",
-                (segment.file, user, segment.low, segment.high, segment.count, segment.sum),
-            )
-        return valid
+    def end_building(self, file: str, user: int, epoch: int, segment: Segment | None) -> bool:
+        """Makes a file of the index valid, if it could be made.
+
+        Unless something that it holds may have been erased meanwhile, or another file covers the same records.
+        """
+        known = self._run("DELETE FROM building WHERE file = ?", (file,)).rowcount
+        if segment is None or not known or self.user_row(user).epoch != epoch:
+            return False
+        if any(segment.low <= other.high and other.low <= segment.high for other in self.segments(user)):
+            return False
+        self._run(
+            "INSERT INTO segments VALUES (?, ?, ?, ?, ?, ?)",
+            (file, user, segment.low, segment.high, segment.count, segment.sum),
+        )
+        return True
 
     def drop_segment(self, file: str) -> None:
         """Takes a file of the index that cannot be read out of use; its records are written to another one."""
