@@ -46,7 +46,7 @@ from titans.text.replay import Replay, advance
 from titans.text.search import Search, Voice
 from titans.text.sqlite import SqliteStore
 from titans.text.store import FORMAT, ScopeRow, Selection, State, Store
-from titans.text.versions import LEAST_COSINE, find_older_version
+from titans.text.versions import LEAST_COSINE, find_older_version, is_statement
 
 BATCH = 1_000  # texts that are encoded and written at a time
 SCOPES_KEPT = 64  # scopes whose memories stay in this process
@@ -285,27 +285,31 @@ class Memory:
 
     def _link_versions(self, row: ScopeRow, members: Sequence[int], records: list[Record], vectors: np.ndarray) -> None:
         """Notes of each text which text of its scope it replaces: one that says the same with another value."""
-        near: list[list[tuple[int, float]]] = [[] for _ in members]
-        if row.count and members:
-            for each, (seqs, cosines) in zip(
-                near, self.store.nearest(Selection(row.user, (row.id,)), vectors[members], NEAREST), strict=True
-            ):
-                each += [
-                    (int(seq), float(value)) for seq, value in zip(seqs, cosines, strict=True) if value >= LEAST_COSINE
-                ]
-        texts = self.store.records(sorted({seq for each in near for seq, _ in each}))
+        members = [index for index in members if is_statement(records[index].text)]
         newer: dict[str, str] = {}
-        for place, index in enumerate(members):
-            before = members[max(0, place - BATCH) : place]
-            cosines = vectors[before] @ vectors[index]
-            candidates = [(texts[seq], cosine) for seq, cosine in near[place]]
-            close = np.flatnonzero(cosines >= LEAST_COSINE).tolist()
-            candidates += [(records[before[i]], float(cosines[i])) for i in close]
-            old = find_older_version(records[index], candidates)
-            if old is not None:
-                id = self._newest_version(old.id, newer)
-                newer[id] = records[index].id
-                records[index] = replace(records[index], replaces=id)
+        for start in range(0, len(members), BATCH):
+            part, before = members[start : start + BATCH], members[max(0, start - BATCH) : start]
+            near = self._near(row, vectors[part])
+            cosines = vectors[part] @ vectors[before + part].T
+            for place, index in enumerate(part):
+                close = np.flatnonzero(cosines[place, : len(before) + place] >= LEAST_COSINE)
+                near[place] += [(records[(before + part)[i]], float(cosines[place, i])) for i in close.tolist()]
+                old = find_older_version(records[index], near[place])
+                if old is not None:
+                    id = self._newest_version(old.id, newer)
+                    newer[id] = records[index].id
+                    records[index] = replace(records[index], replaces=id)
+
+    def _near(self, row: ScopeRow, vectors: np.ndarray) -> list[list[tuple[Record, float]]]:
+        """For each vector the records of a scope that may be versions of the same statement, with their cosines."""
+        if not row.count:
+            return [[] for _ in vectors]
+        found = [
+            [(seq, value) for seq, value in zip(seqs.tolist(), cosines.tolist(), strict=True) if value >= LEAST_COSINE]
+            for seqs, cosines in self.store.nearest(Selection(row.user, (row.id,)), vectors, NEAREST)
+        ]
+        records = self.store.records(sorted({seq for each in found for seq, _ in each}))
+        return [[(records[seq], cosine) for seq, cosine in each] for each in found]
 
     def _newest_version(self, id: str, newer: Mapping[str, str]) -> str:
         """The last of the versions of a statement; ``newer`` has those that are not in the store yet."""

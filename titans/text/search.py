@@ -63,10 +63,12 @@ class Search:
         if ranking.bm25:
             words = self.store.find_words(self.selection, content_words(WORD.findall(self.query)), pool)
             named["bm25"] = words.scores
+        questions = [self.vector] if self.voice is None else [self.vector, _unit(self.voice.in_encoder)]
+        by_meaning, *by_memory = self.store.nearest(self.selection, np.stack(questions), max(pool, ranking.candidates))
         if ranking.cosine:
-            named["cosine"] = _to_dict(*self.store.nearest(self.selection, self.vector[None], pool)[0])
+            named["cosine"] = dict(zip(*(each[:pool].tolist() for each in by_meaning), strict=True))
         if self.voice is not None:
-            named["neural"] = self._by_memory(self.voice, pool)
+            named["neural"] = self._by_memory(self.voice, by_memory[0][0][: ranking.candidates].tolist(), pool)
         orders = {name: order_by(list(values), values.__getitem__) for name, values in named.items()}
         candidates = sorted({seq for values in named.values() for seq in values})
         known: dict[int, Record] = {}
@@ -112,14 +114,12 @@ class Search:
         ]
         return Found(hits, len(cosines) - len(chosen), threshold, ignored=words.ignored), [seq for seq, _ in chosen]
 
-    def _by_memory(self, voice: Voice, pool: int) -> dict[int, float]:
+    def _by_memory(self, voice: Voice, nearest: list[int], pool: int) -> dict[int, float]:
         """How well the best records match what the memories do not expect of the question.
 
         Each record together with a share of the one before it in its scope. Candidates are the nearest records by
         themselves and those that follow them.
         """
-        unit = voice.in_encoder / max(float(np.linalg.norm(voice.in_encoder)), 1e-12)
-        nearest = self.store.nearest(self.selection, unit[None], self.ranking.candidates)[0][0].tolist()
         before: dict[int, int | None] = {}
         neighbours = self.store.neighbours(nearest)
         before |= {seq: earlier for seq, (earlier, _) in zip(nearest, neighbours, strict=True)}
@@ -208,8 +208,9 @@ class Versions:
         return None if newest.id == self.records[seq].id else newest.id
 
 
-def _to_dict(seqs: np.ndarray, scores: np.ndarray) -> dict[int, float]:
-    return dict(zip(seqs.tolist(), scores.tolist(), strict=True))
+def _unit(vector: np.ndarray) -> np.ndarray:
+    unit: np.ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
+    return unit
 
 
 def _age(record: Record) -> float:

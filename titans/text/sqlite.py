@@ -43,6 +43,7 @@ ROW = (
     " r.repeats, r.replaces, r.sum, r.seq FROM records r JOIN scopes s ON s.id = r.scope JOIN users u ON u.id = r.user"
 )
 SCOPE = "s.id, s.user, s.count, s.version FROM scopes s"
+IN_STATEMENT = 500  # numbers of records that one statement asks for
 OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
@@ -220,8 +221,8 @@ class SqliteStore(Database, Store):
 
     def vectors(self, seqs: Sequence[int], width: int) -> np.ndarray:
         """The vectors (n, width) of records, in the order asked for."""
-        sql = "SELECT vector, sum FROM vectors WHERE seq = ?"
-        return _to_matrix([self._one(sql, (seq,)) for seq in seqs], width)
+        rows = self._by_seq("SELECT vector, sum, seq FROM vectors WHERE seq", seqs)
+        return _to_matrix([rows.get(seq) for seq in seqs], width)
 
     def vectors_between(self, user: int, low: int, high: int, width: int) -> tuple[np.ndarray, np.ndarray]:
         """The records of a user from ``low`` to ``high`` and their vectors (n, width), in their order."""
@@ -283,11 +284,13 @@ class SqliteStore(Database, Store):
 
     def neighbours(self, seqs: Sequence[int]) -> list[tuple[int | None, int | None]]:
         """For each record, those directly before and after it in its scope."""
-        sql = (
+        rows = self._by_seq(
             "SELECT (SELECT max(seq) FROM records b WHERE b.scope = r.scope AND b.seq < r.seq),"
-            " (SELECT min(seq) FROM records a WHERE a.scope = r.scope AND a.seq > r.seq) FROM records r WHERE r.seq = ?"
+            " (SELECT min(seq) FROM records a WHERE a.scope = r.scope AND a.seq > r.seq), r.seq"
+            " FROM records r WHERE r.seq",
+            seqs,
         )
-        return [self._one(sql, (int(seq),)) or (None, None) for seq in seqs]
+        return [rows.get(seq, (None, None))[:2] for seq in seqs]
 
     def find_words(self, selection: Selection, words: Sequence[str], many: int, most: int = MOST_POSTINGS) -> Matches:
         """The best records by BM25 over the selection: no other record changes a score."""
@@ -318,11 +321,16 @@ class SqliteStore(Database, Store):
 
     def records(self, seqs: Iterable[int]) -> dict[int, Record]:
         """Records by their sequence numbers; those that are not there are left out."""
-        found = {}
-        for seq in seqs:
-            row = self._one(f"SELECT {ROW} WHERE r.seq = ?", (int(seq),))
-            if row is not None:
-                found[int(seq)] = self._to_record(row)
+        wanted = [int(seq) for seq in seqs]
+        rows = self._by_seq(f"SELECT {ROW} WHERE r.seq", wanted)
+        return {seq: self._to_record(rows[seq]) for seq in wanted if seq in rows}
+
+    def _by_seq(self, sql: str, seqs: Sequence[int]) -> dict[int, Any]:
+        """Rows by the sequence number at their end, which the statement also ends with; a few hundred at a time."""
+        found: dict[int, Any] = {}
+        for start in range(0, len(seqs), IN_STATEMENT):
+            numbers = ", ".join(str(int(seq)) for seq in seqs[start : start + IN_STATEMENT])
+            found |= {row[-1]: row for row in self._run(f"{sql} IN ({numbers})")}
         return found
 
     def newest(self, selection: Selection, many: int) -> list[Record]:

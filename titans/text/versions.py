@@ -36,7 +36,7 @@ def likeness(new: str, old: str, cosine: float) -> float:
         single plain statement, or if they are about different subjects or said by different speakers.
     """
     (speaker, new), (other, old) = _split_speaker(new), _split_speaker(old)
-    if speaker != other or not (_is_statement(new) and _is_statement(old)):
+    if speaker != other or not (is_statement(new) and is_statement(old)):
         return 0.0
     words, others = _words(new), _words(old)
     subject, subject_of_other = _subject(words), _subject(others)
@@ -65,7 +65,7 @@ def _split_speaker(text: str) -> tuple[str, str]:
     return (match[1], text[match.end() :]) if match else ("", text)
 
 
-def _is_statement(text: str) -> bool:
+def is_statement(text: str) -> bool:
     """One sentence that is neither a question nor an exclamation, and not long."""
     ends = _END.findall(text)
     return len(ends) <= 1 and not any(mark in text for mark in "?!") and 0 < len(_WORD.findall(text)) <= MOST_WORDS
