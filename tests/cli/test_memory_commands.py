@@ -4,6 +4,7 @@ import io
 import json
 import os
 import sys
+from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import assert_refused, run
+from tests.text.postgres_server import new_schema, postgres_server  # noqa: F401
 from titans.text.encoder import TextEncoder
 from titans.text.location import default_store
 from titans.text.memory import Memory
@@ -385,6 +387,31 @@ def test_many_scopes_are_counted_and_not_all_listed(
     assert run("memory", "delete-all", "--below") == 0
     out = capsys.readouterr().out
     assert out.count("session") == 20 and "and 5 more scopes" in out and "Erase 25 records of 25 scopes?" in out
+
+
+def test_every_command_takes_a_server_and_none_shows_its_password(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    new_schema: Callable[[str], str],  # noqa: F811
+) -> None:
+    monkeypatch.setenv("TITANS_MEMORY", new_schema("one") + "&password=hush")
+    assert run("remember", "I like tea.", "--json") == 0
+    (record,) = read_json(capsys)
+    other = ["--store", new_schema("other") + "&password=hush"]
+    for arguments in (
+        ["recall", "tea", "--why"], ["chat", "--llm", "none", "-m", "What do I like?"],
+        ["memory", "show", record["id"]], ["memory", "update", record["id"], "I like coffee."],
+        ["memory", "history", record["id"]], ["memory", "stats", "--check"], ["memory", "export", "all.jsonl"],
+        ["memory", "import", "all.jsonl", *other], ["memory", "reindex", *other], ["memory", "stats", *other],
+        ["memory", "delete", record["id"]], ["memory", "compact"], ["memory", "delete-all", "--yes"],
+    ):  # fmt: skip
+        assert run(*arguments) == 0, arguments
+    out, err = capsys.readouterr()
+    assert "I like tea." in out and "1 records erased" in out and "2 records added to postgresql://" in out
+    assert run("recall", "tea") == run("memory", "show", record["id"]) == 2
+    assert "hush" not in out + err + capsys.readouterr().err
+    assert [path.name for path in folder.iterdir()] == ["all.jsonl"]
 
 
 @pytest.mark.parametrize("arguments", [["remember", "x"], ["memory", "stats"]], ids=["remember", "stats"])
