@@ -160,7 +160,7 @@ def test_memories_are_forgotten_by_the_start_of_their_id_or_all(
     assert out.startswith("Erased: The code is walrus.\n") and "walrus" not in out[30:] and "tea" in out
     assert not any(b"walrus" in file.read_bytes() for file in (folder / "store").rglob("*") if file.is_file())
     assert run(*arguments, lines=b"/forget all\n/why\n") == 0
-    assert capsys.readouterr().out == "3 memories erased.\nNothing has been said yet.\n"
+    assert capsys.readouterr().out == "2 memories erased.\nNothing has been said yet.\n"
     assert stored() == []
 
 

@@ -108,12 +108,22 @@ def test_an_answer_that_is_stopped_is_stored_as_far_as_it_went(endpoint: Endpoin
     next(answer)
     answer.close()
     other = talk.turn("Hello again.")
-    next(other)
+    assert [next(other) for _ in range(3)] == ["Good", " ", "dog."]
     with pytest.raises(KeyboardInterrupt):
         other.throw(KeyboardInterrupt)
-    assert texts(memory)[1::2] == [("assistant", "Good"), ("assistant", "Good")]
+    assert texts(memory)[1::2] == [("assistant", "Good"), ("assistant", "Good dog.")]
     assert talk.last is not None and talk.last.answer is not None
     assert talk.last.answer.metadata == {"stopped": True}
+
+
+def test_an_answer_that_was_given_before_is_counted_and_still_in_the_talk(endpoint: Endpoint, memory: Memory) -> None:
+    talk = talk_to(endpoint, memory)
+    for message in ("Hello.", "Hello again.", "Hello."):
+        list(talk.turn(message))
+    assert {record.text: record.repeats for record in memory.records()} == {
+        "Hello.": 1, "Hello again.": 0, "Good dog.": 2,
+    }  # fmt: skip
+    assert [said["content"] for said in talk.history[::2]] == ["Hello.", "Hello again.", "Hello."]
 
 
 def test_an_answer_that_breaks_off_is_stored_as_far_as_it_came(endpoint: Endpoint, memory: Memory) -> None:

@@ -26,7 +26,7 @@ Store = Annotated[
     typer.Option(
         "--store",
         envvar="TITANS_MEMORY",
-        help="Folder or file of the store, or postgresql://USER@HOST/NAME; by default, a folder for your own data.",
+        help="Folder or file of the store, or postgresql://USER@HOST/NAME; by default in your data folder.",
     ),
 ]
 Encoder = Annotated[
@@ -196,7 +196,7 @@ def delete_all(
     agent: Agent = None,
     session: Session = None,
     below: Annotated[
-        bool, typer.Option("--below", help="Erase what is below, too: of any agent or session that is not named.")
+        bool, typer.Option("--below", help="Also erase the records of every agent and session that is not named.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
