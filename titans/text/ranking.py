@@ -10,12 +10,13 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 K1, B = 1.2, 0.75  # of BM25
+NEAR = 0.65  # a cosine above it is rarely chance
 MOST_POSTINGS = 5_000  # of the words of one question; the rarest words come first
 STOP_WORDS = frozenset(
     """
-    a about an and are as at be been but by can could did do does for from had has have he her him his how i if in into
-    is it its me my no not of on or our she should so some than that the their them then there these they this to was
-    we were what when where which who whom whose why will with would you your
+    a about an and are as at be been but by can could d did do does for from had has have he her him his how i if in into
+    is it its ll m me my no not of on or our re s she should so some t than that the their them then there these they
+    this to ve was we were what when where which who whom whose why will with would you your
     """.split()  # noqa: SIM905
 )
 POLICIES = ("surprise", "fifo", "random", "longest")
@@ -25,9 +26,10 @@ POLICIES = ("surprise", "fifo", "random", "longest")
 class Ranking:
     """The weight of each signal of a search; reciprocal rank fusion joins them.
 
-    A signal ranks candidates. The one at rank r (from 1) gets ``weight / (constant + r)``. The sum over the signals,
-    divided by what a candidate gets that is first everywhere, is its score. The defaults were found by measurement (see
-    docs/text-memory.md); equal weights and a constant of 60 are the usual hybrid.
+    A signal ranks candidates. The one at rank r (from 1) gets ``weight / (constant + r)``, and one that is very near to the
+    question more. The sum, divided by what a candidate gets that is first everywhere, and 1 at most, is its score. The
+    defaults were found by measurement (see docs/text-memory.md); equal weights, a constant of 60 and nothing for what is
+    near are the usual hybrid.
 
     Args:
         bm25: the words of the question.
@@ -39,6 +41,7 @@ class Ranking:
         pool: how many candidates each of the first three signals may name.
         context: for ``neural``, how much of the text before it in its scope is added to each text.
         candidates: for ``neural``, how many of the nearest texts are looked at, with those that follow them.
+        near: what a cosine adds by which a text is nearer to the question than ``NEAR``, whatever its rank.
     """
 
     bm25: float = 1.0
@@ -50,6 +53,7 @@ class Ranking:
     pool: int = 50
     context: float = 0.5
     candidates: int = 100
+    near: float = 3.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -191,12 +195,15 @@ def bm25(
     return seqs[rows[order]], scores[order]
 
 
-def fuse(orders: Mapping[str, Sequence[int]], ranking: Ranking) -> list[tuple[int, float]]:
+def fuse(
+    orders: Mapping[str, Sequence[int]], ranking: Ranking, cosines: Mapping[int, float] | None = None
+) -> list[tuple[int, float]]:
     """Reciprocal rank fusion.
 
     Args:
         orders: the candidates of each signal, by its name in :class:`Ranking`, best first.
         ranking: the weights.
+        cosines: of candidates with the question, for what is near.
 
     Returns:
         (candidate, score) with the best first; among equals the later one, which is the newer.
@@ -208,8 +215,10 @@ def fuse(orders: Mapping[str, Sequence[int]], ranking: Ranking) -> list[tuple[in
         most += weight / (ranking.constant + 1)
         for rank, candidate in enumerate(order, 1):
             scores[candidate] = scores.get(candidate, 0.0) + weight / (ranking.constant + rank)
-    made = [(candidate, score / most) for candidate, score in scores.items()] if most else []
-    return sorted(made, key=lambda item: (-item[1], -item[0]))
+    for candidate, cosine in (cosines or {}).items():
+        scores[candidate] += ranking.near * max(0.0, cosine - NEAR)
+    best_first = sorted(scores.items(), key=lambda item: (-item[1], -item[0])) if most else []
+    return [(candidate, min(1.0, score / most)) for candidate, score in best_first]
 
 
 def order_by(candidates: Sequence[int], value: Callable[[int], float | str]) -> list[int]:

@@ -12,6 +12,7 @@ from titans.text.ranking import Ranking, content_words, fuse, order_by
 from titans.text.records import Found, Hit, Record
 from titans.text.store import WORD, Matches, Selection, Store
 
+SLACK = 0.2  # by how much a newer version may be further from the question than an older one
 WINDOW = 20  # hits, and at least twice as many as asked for, among which newer versions go above older ones
 
 
@@ -79,16 +80,16 @@ class Search:
         if ranking.surprise:
             orders["surprise"] = order_by(candidates, lambda seq: known[seq].surprise)
 
-        fused = fuse(orders, ranking)
+        fused = fuse(orders, ranking, named.get("cosine"))
         window = max(WINDOW, 2 * limit)
         known |= self.store.records(seq for seq, _ in fused[:window] if seq not in known)
         versions = Versions(self.store, {seq: known[seq] for seq, _ in fused[:window]}, bool(self.selection.tests))
         chosen: list[tuple[int, float]] = []
         cosines: dict[int, float] = {}
         # The index rounds its cosines, and has none for what only the words found.
-        near = dict(zip(versions.records, self._vectors([*versions.records]) @ self.vector, strict=True))
-        for seq, score in versions.newest_first(fused):
-            cosines[seq] = float(near[seq] if seq in near else self._vectors([seq])[0] @ self.vector)
+        near = dict(zip(versions.records, (self._vectors([*versions.records]) @ self.vector).tolist(), strict=True))
+        for seq, score in versions.newest_first(fused, near):
+            cosines[seq] = near[seq] if seq in near else float(self._vectors([seq])[0] @ self.vector)
             if threshold is None or cosines[seq] >= threshold:
                 chosen.append((seq, score))
                 if len(chosen) == limit:
@@ -162,15 +163,13 @@ class Versions:
         waiting = set(numbers)
         while waiting:
             newer = store.newer_versions(waiting)
-            waiting = set()
-            for old, new in newer.items():
-                if new not in numbers:
-                    found = None if filtered else store.find(new, None)
-                    if found is None:
-                        continue
+            waiting = {new for new in newer.values() if new not in self._chain}
+            for new in waiting:
+                self._chain[new] = {new}
+                found = None if filtered else store.find(new, None)
+                if found is not None:
                     numbers[new], self.records[found[0]] = found
-                    self._chain[new] = {new}
-                    waiting.add(new)
+            for old, new in newer.items():
                 self._join(old, new)
         for id, record in ((record.id, record) for record in records.values()):
             if record.replaces in numbers:
@@ -183,19 +182,26 @@ class Versions:
             self._chain[id] = joined
 
     def _newest_first(self, seq: int) -> list[int]:
-        members = [self._numbers[id] for id in self._chain[self.records[seq].id]]
-        return sorted(members, key=lambda each: (self.records[each].updated, each), reverse=True)
+        members = [self._numbers[id] for id in self._chain[self.records[seq].id] if id in self._numbers]
+        return sorted(members, key=lambda each: (_told(self.records[each]), each), reverse=True)
 
-    def newest_first(self, ranked: Sequence[tuple[int, float]]) -> Iterator[tuple[int, float]]:
-        """Records and their scores, best first: the places of a statement go to its versions, the newest first."""
+    def newest_first(
+        self, ranked: Sequence[tuple[int, float]], cosines: Mapping[int, float]
+    ) -> Iterator[tuple[int, float]]:
+        """Records and their scores, best first: the places of a statement go to its versions, the newest first.
+
+        A version that is much further from the question than another stays where it is, in case it is none.
+        """
         places = {seq for seq, _ in ranked}
         queues: dict[int, Iterator[int]] = {}
         for seq, score in ranked:
-            if seq not in self.records:
+            members = self._newest_first(seq) if seq in self.records else [seq]
+            least = max(cosines.get(member, -1.0) for member in members) - SLACK
+            if len(members) == 1 or cosines[seq] < least:
                 yield seq, score
                 continue
-            chain = self._chain[self.records[seq].id]
-            for member in queues.setdefault(id(chain), iter(self._newest_first(seq))):
+            close = (member for member in members if cosines[member] >= least)
+            for member in queues.setdefault(id(self._chain[self.records[seq].id]), close):
                 yield member, score
                 if member in places:  # otherwise one that was not found by itself, and goes before one that was
                     break
@@ -211,6 +217,11 @@ class Versions:
 def _unit(vector: np.ndarray) -> np.ndarray:
     unit: np.ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return unit
+
+
+def _told(record: Record) -> str:
+    """When a record was told last; a change of its text or metadata is another matter."""
+    return record.updated if record.repeats else record.created
 
 
 def _age(record: Record) -> float:
