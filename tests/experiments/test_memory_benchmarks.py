@@ -98,12 +98,20 @@ def conversation(texts: list[str], *questions: Question) -> Conversation:
 def test_every_arm_finds_what_the_evaluation_of_the_store_finds(encoder: TextEncoder) -> None:
     texts = [f"I bought a {thing} for the garden." for thing in THINGS]
     asked = [Question(f"When did I buy the {THINGS[n]}?", 1, (n,), "single-hop", (1 + n // 4,)) for n in (0, 5, 11)]
+    asked.append(Question("Which musical instrument do I own?", 1, (5,), "single-hop", (2,)))
     found = measure(conversation(texts, *asked), encoder)
     corpus = make_corpus("c", texts, [(each.text, each.evidence, 1) for each in asked], encoder)
     for arm, orders in (("BM25", corpus.bm25), ("cosine", corpus.cosine), ("as shipped", corpus.shipped)):
         for row, (ten, five, rank) in zip(found["arms"][arm], score(corpus, orders), strict=True):
             assert (row["turns"][1], row["turns"][0], row["turns"][3]) == (ten, five, rank)
     assert found["arms"]["BM25"][1]["turns"] == [1.0, 1.0, 1.0, 1.0]
+    assert found["arms"]["BM25"][3]["turns"][1] == 0 and found["arms"]["cosine"][3]["turns"][1] == 1
+
+
+def test_sessions_are_ranked_by_their_best_turn_and_not_by_all_of_them(encoder: TextEncoder) -> None:
+    texts = [f"The harp, the {thing}." for thing in THINGS[:8]] + [f"They said that the harp fell on a {THINGS[-1]}."]
+    found = measure(conversation(texts, Question("The harp?", 1, (8,), "single-hop", (3,))), encoder)["arms"]["BM25"][0]
+    assert found["turns"] == [0.0, 1.0, 1.0, 1 / 9] and found["sessions"] == [1.0, 1.0, 1.0, 1 / 3]
 
 
 def test_ten_of_the_hits_that_are_asked_for_are_those_of_a_search_without_options(

@@ -389,9 +389,8 @@ def _items(file: Path) -> Iterator[tuple[Any, str]]:
             while True:
                 try:
                     value, end = decode(text)
-                    if end < len(text) or not more():  # a number may go on
-                        text = text[end:]
-                        return value
+                    text = text[end:]
+                    return value
                 except json.JSONDecodeError:
                     if not more():
                         raise
