@@ -22,7 +22,7 @@ Orders = list[list[int]]  # for each question, the positions of texts, best firs
 Row = dict[str, Any]
 
 # Reciprocal rank fusion as it is usually done. Every weight is written out, since the defaults may change.
-HYBRID = Ranking(bm25=1.0, cosine=1.0, neural=0.0, recency=0.0, surprise=0.0, constant=60.0, pool=50)
+HYBRID = Ranking(bm25=1.0, cosine=1.0, neural=0.0, recency=0.0, surprise=0.0, constant=60.0, pool=50, near=0.0)
 WORDS, MEANING = replace(HYBRID, cosine=0.0), replace(HYBRID, bm25=0.0)
 
 

@@ -14,8 +14,8 @@ NEAR = 0.65  # a cosine above it is rarely chance
 MOST_POSTINGS = 5_000  # of the words of one question; the rarest words come first
 STOP_WORDS = frozenset(
     """
-    a about an and are as at be been but by can could d did do does for from had has have he her him his how i if in into
-    is it its ll m me my no not of on or our re s she should so some t than that the their them then there these they
+    a about an and are as at be been but by can could d did do does for from had has have he her him his how i if in
+    into is it its ll m me my no not of on or our re s she should so some t than that the their them then there these they
     this to ve was we were what when where which who whom whose why will with would you your
     """.split()  # noqa: SIM905
 )
@@ -26,10 +26,10 @@ POLICIES = ("surprise", "fifo", "random", "longest")
 class Ranking:
     """The weight of each signal of a search; reciprocal rank fusion joins them.
 
-    A signal ranks candidates. The one at rank r (from 1) gets ``weight / (constant + r)``, and one that is very near to the
-    question more. The sum, divided by what a candidate gets that is first everywhere, and 1 at most, is its score. The
-    defaults were found by measurement (see docs/text-memory.md); equal weights, a constant of 60 and nothing for what is
-    near are the usual hybrid.
+    A signal ranks candidates. The one at rank r (from 1) gets ``weight / (constant + r)``, and one that is very near to
+    the question more. The sum, divided by what a candidate gets that is first everywhere, and 1 at most, is its score.
+    The defaults were found by measurement (see docs/text-memory.md); equal weights, a constant of 60 and nothing for
+    what is near are the usual hybrid.
 
     Args:
         bm25: the words of the question.
