@@ -15,8 +15,8 @@ MOST_POSTINGS = 5_000  # of the words of one question; the rarest words come fir
 STOP_WORDS = frozenset(
     """
     a about an and are as at be been but by can could d did do does for from had has have he her him his how i if in
-    into is it its ll m me my no not of on or our re s she should so some t than that the their them then there these they
-    this to ve was we were what when where which who whom whose why will with would you your
+    into is it its ll m me my no not of on or our re s she should so some t than that the their them then there these
+    they this to ve was we were what when where which who whom whose why will with would you your
     """.split()  # noqa: SIM905
 )
 POLICIES = ("surprise", "fifo", "random", "longest")
