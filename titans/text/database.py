@@ -110,9 +110,12 @@ class Database:
                 raise StoreError(f"there is no memory store at {self.file}")
             try:
                 self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self.file.touch(mode=0o600)  # SQLite gives its other files the same mode
             except OSError as error:
                 raise StoreError(f"{self.file.parent} cannot be made: {error.strerror}") from error
+            try:
+                self.file.touch(mode=0o600)  # SQLite gives its other files the same mode
+            except OSError as error:
+                raise StoreError(f"{self.file} cannot be written: {error.strerror}") from error
         elif self.file.stat().st_size:
             with self.file.open("rb") as stream:
                 if stream.read(len(MAGIC)) != MAGIC:
@@ -192,8 +195,8 @@ class Database:
         self._identify(connection)
         if _format(connection) < FORMAT:
             raise StoreError(
-                f"{self.file} has format {_format(connection)} of an older version of titans; expected {FORMAT}, so open "
-                "it once for writing, which upgrades it"
+                f"{self.file} has format {_format(connection)} of an older version of titans; expected {FORMAT}, so "
+                "open it once for writing, which upgrades it"
             )
         connection.execute("SELECT value FROM meta WHERE key = 'store'").fetchone()
         if not self.damage and self.file.stat().st_size <= CHECKED_AT_OPEN:

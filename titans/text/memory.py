@@ -8,7 +8,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from datetime import datetime
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -190,14 +190,15 @@ class Memory:
         if isinstance(texts, str):
             raise ValueError("texts is one text; expected a list of them")
         scope = Scope(user, agent, session)
-        now = utc_now()
+        now = datetime.now(timezone.utc)
         of_each = zip(
             texts, _for_each(metadata, len(texts), "metadata"), _for_each(role, len(texts), "role"),
             _for_each(created, len(texts), "created"), strict=True,
         )  # fmt: skip
         records = []
         for index, (text, data, who, at) in enumerate(of_each):
-            moment = now if at is None else check_time(at, "created")
+            # A microsecond apart: of two versions of a statement the one that was told later is the newer.
+            moment = check_time(now + timedelta(microseconds=index) if at is None else at, "created")
             records.append(
                 Record(
                     id=new_id(), text=check_text(text, "text" if len(texts) == 1 else f"texts[{index}]"),
@@ -222,7 +223,8 @@ class Memory:
             groups.setdefault(record.scope, []).append(index)
         written = list(records)
         new: list[int] = []
-        repeats: dict[int, int] = {}  # of another of these records
+        seqs: dict[int, int] = {}
+        repeats: dict[int, int] = {}
         memories = {}
         self._take_if_empty()
         with self.store.writing():
@@ -233,8 +235,10 @@ class Memory:
             for scope, row in rows.items():
                 members = groups[scope]
                 if merge:
-                    members = self._count_repeats(row, members, written, repeats)
+                    members = self._find_repeats(row, members, records, seqs, repeats)
                     self._link_versions(row, members, written, vectors)
+                else:
+                    self._drop_foreign_links(members, written)
                 if not members:
                     continue
                 memory, surprises, states = advance(self.neural, self._memory_of(row), vectors[members])
@@ -245,43 +249,61 @@ class Memory:
                     written[index] = replace(written[index], surprise=float(surprise))
                 new += members
             new.sort()
-            seqs = self.store.insert([written[index] for index in new], rows, vectors[new], self.encoder.fingerprint)
+            made = self.store.insert([written[index] for index in new], rows, vectors[new], self.encoder.fingerprint)
+            seqs |= zip(new, made, strict=True)
+            for index, first in repeats.items():
+                seqs[index] = seqs[first]
+                self._count_repeat(seqs[index], records[index].created)
+            told = self.store.records({seqs[index] for index in repeats})
+            written = [told.get(seqs[index], record) for index, record in enumerate(written)]
             self._write_uses()
         for scope_id, known in memories.items():
             self._remember(scope_id, known)
-        for index, first in repeats.items():
-            written[index] = written[first]
         with self._after_commit():
-            self._evict(frozenset(seqs))
+            self._evict(frozenset(seqs.values()))
             for user in {record.user for record in records}:
                 self.store.build_index(user)
         return written
 
-    def _count_repeats(
-        self, row: ScopeRow, members: Sequence[int], records: list[Record], repeats: dict[int, int]
+    def _find_repeats(
+        self,
+        row: ScopeRow,
+        members: Sequence[int],
+        records: Sequence[Record],
+        seqs: dict[int, int],
+        repeats: dict[int, int],
     ) -> list[int]:
-        """Counts what the scope has been told before; returns the members that are new.
+        """The members that the scope has not been told before.
 
-        In ``records`` what was told before takes the place of its repeat; ``repeats`` notes those of other members.
+        ``repeats`` notes of each of the others which member said the same first: itself if a record of the scope did,
+        whose number goes to ``seqs``.
         """
         known = self.store.find_same(row.id, [records[index] for index in members])
         new: dict[tuple[str, str | None, str], int] = {}
         for place, index in enumerate(members):
             record = records[index]
             if place in known:
-                seq, id = known[place]
-                self.store.repeat(seq, record.created)
-                records[index] = self._find_or_raise(id, record.user)[1]
+                repeats[index], seqs[index] = index, known[place][0]
                 continue
             first = new.setdefault((record.text, record.role, json.dumps(record.metadata, sort_keys=True)), index)
             if first != index:
                 repeats[index] = first
-                records[first] = replace(
-                    records[first],
-                    repeats=records[first].repeats + 1,
-                    updated=max(records[first].updated, record.created),
-                )
         return list(new.values())
+
+    def _count_repeat(self, seq: int, at: str) -> None:
+        """Counts a repeat; one that is dated before the last does not set the clock back."""
+        self.store.repeat(seq, max(at, self.store.records([seq])[seq].updated))
+
+    def _drop_foreign_links(self, members: Sequence[int], records: list[Record]) -> None:
+        """A record replaces only one that its scope has been told before: what else it names is forgotten."""
+        before: set[str] = set()
+        for index in members:
+            record = records[index]
+            if record.replaces is not None and record.replaces not in before:
+                found = self.store.find(record.replaces, record.user)
+                if found is None or found[1].scope != record.scope:
+                    records[index] = replace(record, replaces=None)
+            before.add(record.id)
 
     def _link_versions(self, row: ScopeRow, members: Sequence[int], records: list[Record], vectors: np.ndarray) -> None:
         """Notes of each text which text of its scope it replaces: one that says the same with another value."""
@@ -324,7 +346,7 @@ class Memory:
         """What is written stays written: what fails after that is told, not raised, or it would be written twice."""
         try:
             yield
-        except (StoreError, OSError) as error:
+        except Exception as error:  # whatever it is
             warnings.warn(f"everything is written to {self.store.name}, but afterwards: {error}", stacklevel=4)
 
     def search(
@@ -527,6 +549,8 @@ class Memory:
                     self.store.remove(members, kind)
             if update is not None:
                 encoder = "" if vector is None else self.encoder.fingerprint
+                if vector is not None and self._leaves_versions(update.record, vector):
+                    self.store.unlink(update.record.id)
                 self.store.change(min(seqs), update.record, vector, encoder, update.keep_old)
             self.store.begin_erasing()
         for number, known in memories.items():
@@ -537,6 +561,16 @@ class Memory:
         with self._after_commit():
             self.store.finish_erasing()
         return True
+
+    def _leaves_versions(self, record: Record, vector: np.ndarray) -> bool:
+        """Whether a record's new text no longer says the same as its older and its newer version."""
+        ids = [id for id in (record.replaces, *self.store.newer_versions([record.id]).values()) if id is not None]
+        found = [each for each in (self.store.find(id, record.user) for id in ids) if each is not None]
+        if not found:
+            return False
+        cosines = self._vectors([seq for seq, _ in found]) @ vector
+        candidates = [(each, float(cosine)) for (_, each), cosine in zip(found, cosines, strict=True)]
+        return find_older_version(record, candidates) is None
 
     def _replay(self, scope: ScopeRow, touched: Sequence[int], vector: np.ndarray | None) -> Replay:
         """A scope's memory without the texts ``touched``, or with ``vector`` in place of the only one of them."""
@@ -582,7 +616,7 @@ class Memory:
                 events = self.store.history(following, user) + events
                 found = self.store.find(following, user)
                 following = None if found is None else found[1].replaces
-        return events
+        return sorted(events, key=lambda event: event.at)
 
     def surprise(
         self, text: str, *, user: str = "default", agent: str | None = None, session: str | None = None

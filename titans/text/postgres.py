@@ -517,6 +517,12 @@ class PostgresStore(Finder, Store):
         )
         return dict(rows)
 
+    def unlink(self, id: str) -> None:
+        """Takes a record out of its versions: what replaced it replaces from then on what it had replaced."""
+        older = "SELECT replaces FROM records WHERE id = %(id)s"
+        self._run(f"UPDATE records SET replaces = ({older}) WHERE replaces = %(id)s", {"id": id})
+        self._run("UPDATE records SET replaces = NULL WHERE id = %s", (id,))
+
     # Memory states
 
     def put_states(self, scope: int, states: Sequence[State]) -> None:

@@ -21,7 +21,7 @@ import numpy as np
 from titans.text.database import PATIENCE, Database
 from titans.text.index import LocalIndex, Segment, UserRow
 from titans.text.ranking import MOST_POSTINGS, bm25, rarest
-from titans.text.records import Event, Record, Scope, utc_now
+from titans.text.records import Event, Record, Scope, StoreError, new_id, utc_now
 from titans.text.store import (
     WORD,
     Matches,
@@ -61,7 +61,7 @@ class SqliteStore(Database, Store):
         self._stemmer = Stemmer()
         self._matched: tuple[Selection, np.ndarray] | None = None  # the last selection with tests, and what passes them
         if not self.read_only:
-            self._finish_erasing()
+            self.finish_erasing()
 
     def close(self) -> None:
         """Closes the file; the store cannot be used any more."""
@@ -397,16 +397,22 @@ class SqliteStore(Database, Store):
         found = {id: self._value(sql, (id,)) for id in ids}
         return {id: newer for id, newer in found.items() if newer is not None}
 
+    def unlink(self, id: str) -> None:
+        """Takes a record out of its versions: what replaced it replaces from then on what it had replaced."""
+        older = "SELECT replaces FROM records WHERE id = ?1"
+        self._run(f"UPDATE records SET replaces = ({older}) WHERE replaces = ?1", (id,))
+        self._run("UPDATE records SET replaces = NULL WHERE id = ?", (id,))
+
     def remove(self, seqs: Sequence[int], kind: str) -> None:
         """Takes records out of everything but their scopes' counts, and their texts out of the log."""
         for seq in seqs:
-            id, user, scope, text, version, replaces = self._one(
-                "SELECT id, user, scope, text, version, replaces FROM records WHERE seq = ?", (seq,)
+            id, user, scope, text, version = self._one(
+                "SELECT id, user, scope, text, version FROM records WHERE seq = ?", (seq,)
             )
+            self.unlink(id)
             self._remove_words(user, seq, text)
             for table in ("records", "vectors"):
                 self._run(f"DELETE FROM {table} WHERE seq = ?", (seq,))
-            self._run("UPDATE records SET replaces = ? WHERE replaces = ?", (replaces, id))
             self._run("UPDATE users SET count = count - 1 WHERE id = ?", (user,))
             self._forget_log(id)
             self.log(kind, scope, id, seq, version)
@@ -462,16 +468,20 @@ class SqliteStore(Database, Store):
     def begin_erasing(self) -> None:
         """The last step of a transaction that erases: the index of words is rewritten without what was taken out."""
         self._run("INSERT INTO words (words) VALUES ('optimize')")
-        self.set_meta("erasing", "yes")
+        self.set_meta("erasing", new_id())
 
     def finish_erasing(self) -> None:
         """After that transaction: empties the write-ahead log and drops files of the index that are not valid."""
         with self.lock, self._as_sentences():
-            self._finish_erasing()
+            try:
+                self._finish_erasing()
+            except OSError as error:
+                raise StoreError(f"{error.filename} cannot be deleted: {error.strerror}") from error
 
     def _finish_erasing(self) -> None:
         # Whoever dies between the two steps leaves the mark, and the next to open the store goes on.
-        if self.get_meta("erasing") is None:
+        mark = self.get_meta("erasing")
+        if mark is None:
             return
         with self._inside_transaction("BEGIN IMMEDIATE"):
             self._drop_strays()
@@ -482,9 +492,9 @@ class SqliteStore(Database, Store):
             time.sleep(0.05)
         if self._value("SELECT count(*) FROM building"):
             return  # in a file that another process may leave behind; the mark stays
-        self._run("BEGIN IMMEDIATE")
-        self.set_meta("erasing", None)
-        self._run("COMMIT")
+        with self._inside_transaction("BEGIN IMMEDIATE"):
+            if self.get_meta("erasing") == mark:  # not that of another who has not got so far yet
+                self.set_meta("erasing", None)
 
     def compact(self) -> None:
         """Rewrites the file without the space of what was erased."""

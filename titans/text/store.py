@@ -248,6 +248,10 @@ class Store(ABC):
     def newer_versions(self, ids: Iterable[str]) -> dict[str, str]:
         """By id, the ids of the records that replaced some records directly (the latest if there are several)."""
 
+    @abstractmethod
+    def unlink(self, id: str) -> None:
+        """Takes a record out of its versions: what replaced it replaces from then on what it had replaced."""
+
     # Memory states
 
     @abstractmethod
