@@ -123,16 +123,15 @@ class Database:
                         f"{self.file} is not a memory store, or its first bytes are damaged; "
                         f"`titans memory recover {self.file} --out NEW` tries to read it"
                     )
-        if not self.read_only:
-            self._make_private(folder=self.file != Path(path))
         with self._as_sentences():
             self._connection = self._connect()
         self._process = os.getpid()
 
-    def _make_private(self, folder: bool) -> None:
-        """Nobody but the owner may look at the files, nor at the folder if it is the store's own."""
+    def _make_private(self) -> None:
+        """Nobody but the owner may look at the files, nor into the folder if it holds nothing else."""
         files = [self.file, *self.file.parent.glob(self.file.name + "-*")]
-        for path in [*files, self.file.parent] if folder else files:
+        own = self.file.name == FILE_NAME and {*self.file.parent.iterdir()} <= {*files}
+        for path in [*files, self.file.parent] if own else files:
             with suppress(OSError):  # not the owner
                 path.chmod(0o700 if path.is_dir() else 0o600)
 
@@ -164,6 +163,7 @@ class Database:
         """Makes the tables of a new store; identifies an old one before anything is done to it."""
         if not _is_empty(connection):
             self._identify(connection)
+        self._make_private()
         connection.execute(f"PRAGMA page_size = {PAGE}")
         _until_unlocked(lambda: connection.execute("PRAGMA journal_mode = WAL"))
         connection.execute("PRAGMA synchronous = FULL")

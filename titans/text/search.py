@@ -59,10 +59,10 @@ class Search:
         """The hits, best first, and their sequence numbers."""
         ranking = self.ranking
         pool = max(ranking.pool, limit)
-        words = Matches({})
+        words, asked = Matches({}), content_words(WORD.findall(self.query))
         named: dict[str, dict[int, float]] = {}
         if ranking.bm25:
-            words = self.store.find_words(self.selection, content_words(WORD.findall(self.query)), pool)
+            words = self.store.find_words(self.selection, asked, pool)
             named["bm25"] = words.scores
         questions = [self.vector] if self.voice is None else [self.vector, _unit(self.voice.in_encoder)]
         by_meaning, *by_memory = self.store.nearest(self.selection, np.stack(questions), max(pool, ranking.candidates))
@@ -88,7 +88,7 @@ class Search:
         cosines: dict[int, float] = {}
         # The index rounds its cosines, and has none for what only the words found.
         near = dict(zip(versions.records, (self._vectors([*versions.records]) @ self.vector).tolist(), strict=True))
-        for seq, score in versions.newest_first(fused, near):
+        for seq, score in versions.newest_first(fused, near, asked):
             cosines[seq] = near[seq] if seq in near else float(self._vectors([seq])[0] @ self.vector)
             if threshold is None or cosines[seq] >= threshold:
                 chosen.append((seq, score))
@@ -186,25 +186,41 @@ class Versions:
         return sorted(members, key=lambda each: (_told(self.records[each]), each), reverse=True)
 
     def newest_first(
-        self, ranked: Sequence[tuple[int, float]], cosines: Mapping[int, float]
+        self, ranked: Sequence[tuple[int, float]], cosines: Mapping[int, float], asked: Sequence[str]
     ) -> Iterator[tuple[int, float]]:
         """Records and their scores, best first: the places of a statement go to its versions, the newest first.
 
-        A version that is much further from the question than another stays where it is, in case it is none.
+        A version stays where it is if it is much further from the question than another, in case it is none, and if the
+        question has a word that only this version has: then it is the one that is asked for.
         """
         places = {seq for seq, _ in ranked}
         queues: dict[int, Iterator[int]] = {}
         for seq, score in ranked:
-            members = self._newest_first(seq) if seq in self.records else [seq]
-            least = max(cosines.get(member, -1.0) for member in members) - SLACK
-            if len(members) == 1 or cosines[seq] < least:
+            members = self._exchangeable(seq, cosines, asked) if seq in self.records else [seq]
+            if seq not in members or len(members) == 1:
                 yield seq, score
                 continue
-            close = (member for member in members if cosines[member] >= least)
-            for member in queues.setdefault(id(self._chain[self.records[seq].id]), close):
+            for member in queues.setdefault(id(self._chain[self.records[seq].id]), iter(members)):
                 yield member, score
                 if member in places:  # otherwise one that was not found by itself, and goes before one that was
                     break
+
+    def _exchangeable(self, seq: int, cosines: Mapping[int, float], asked: Sequence[str]) -> list[int]:
+        """The versions of a record, the newest first, that may take each other's places."""
+        members = self._newest_first(seq)
+        least = max(cosines[member] for member in members) - SLACK
+        words = {
+            member: {word.casefold() for word in content_words(WORD.findall(self.records[member].text))}
+            for member in members
+        }
+        named = {word.casefold() for word in asked}
+
+        def is_named(member: int) -> bool:
+            own = words[member].difference(*(words[other] for other in members if other != member))
+            # In other words than the others, its own may be those of the question.
+            return bool(own & named) and 2 * len(own) <= len(words[member])
+
+        return [member for member in members if cosines[member] >= least and not is_named(member)]
 
     def replaced_by(self, seq: int) -> str | None:
         """The id of the newest version, if that is another record."""
