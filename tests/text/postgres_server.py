@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import subprocess
 import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -71,7 +73,7 @@ class PostgresServer:
 
     def stop(self) -> None:
         """Stops the server, if it runs."""
-        if (self._data / "postmaster.pid").exists():
+        with suppress(subprocess.CalledProcessError):
             self._run("pg_ctl", "-w", "-m", "immediate", "stop")
 
     def kill(self) -> None:
@@ -81,10 +83,8 @@ class PostgresServer:
         first = psutil.Process(int((self._data / "postmaster.pid").read_text().split()[0]))
         processes = [first, *first.children(recursive=True)]
         for process in processes:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                continue
         psutil.wait_procs(processes, timeout=30)
 
     def url(self, schema: str, user: str = "postgres", database: str = "postgres") -> str:

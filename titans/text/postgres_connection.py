@@ -27,6 +27,7 @@ SCHEMA = "titans"  # unless the URL names one
 CONNECTIONS = 8  # of a process; further threads wait
 PATIENCE = 60  # seconds to wait for others who are writing
 CANDIDATES = 200  # that HNSW follows
+AWAY = "57P"  # how codes of errors begin that a server sends when it shuts down or has crashed
 # Of libpq: a server that does not answer, or a network that is gone, is noticed within seconds.
 OPTIONS = {
     "application_name": "titans", "client_encoding": "utf8", "connect_timeout": 5, "keepalives_idle": 5,
@@ -146,12 +147,12 @@ class Server:
             raise StoreError(f"{self.name} is busy: others have been writing for {PATIENCE} seconds") from error
         except psycopg.Error as error:
             said = sentence(error)
-            if error.sqlstate is not None or not isinstance(error, psycopg.OperationalError):
-                said = f"cannot be {'read' if self.read_only else 'written'}: {said}"
-            elif "FATAL:" in said:
+            if error.sqlstate is None and "FATAL:" in said:
                 said = f"refuses: {said.rpartition('FATAL:')[2].strip()}"
-            else:
+            elif isinstance(error, psycopg.OperationalError) and (error.sqlstate or AWAY).startswith(AWAY):
                 said = f"does not answer: {said}"
+            else:
+                said = f"cannot be {'read' if self.read_only else 'written'}: {said}"
             raise StoreError(f"{self.name} {said}") from error
 
     @contextmanager
