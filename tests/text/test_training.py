@@ -179,9 +179,7 @@ def make_sessions(sizes: Sequence[int], questions: bool) -> list[list[Message]]:
 def number_texts(sizes: Sequence[int], questions: bool = False) -> Texts:
     """Texts whose vectors are their numbers, and questions whose vectors are the negative numbers of their answers."""
     places = torch.tensor([place for size in sizes for place in range(size)])
-    answers = torch.arange(len(places))[:: 2 if questions else len(places) + 1]
-    if not questions:
-        answers = answers[:0]
+    answers = torch.arange(0, len(places), 2)[: None if questions else 0]
     numbers = torch.arange(len(places), dtype=torch.float32).unsqueeze(1)
     return Texts(numbers, -numbers[answers], answers, places > 0)
 
