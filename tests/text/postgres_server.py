@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator
@@ -86,6 +87,11 @@ class PostgresServer:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(processes, timeout=30)
+
+    def wait_for_clients(self) -> None:
+        """Waits until the server has noticed that all clients are gone, and has undone what they left."""
+        while self.execute("SELECT 1 FROM pg_stat_activity WHERE application_name = 'titans'"):
+            time.sleep(0.01)
 
     def url(self, schema: str, user: str = "postgres", database: str = "postgres") -> str:
         """Of a store on this server, by its socket."""

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+ENGINES = ["sqlite", "postgres"] if importlib.util.find_spec("pgserver") else ["sqlite"]
 PROGRAM = Path(__file__).with_name("killing.py")
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="writers are forked")
 
@@ -24,14 +26,17 @@ def run(*arguments: object) -> dict[str, Any]:
 
 
 def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    figures = run(tmp_path / "work", "--rounds", 3, "--seconds", 0.7)
-    assert figures["rounds"] == 3 and figures["most_records"] > 0
+    figures = run(tmp_path / "work", "--rounds", 2, "--seconds", 0.7, "--engines", *ENGINES)
+    assert [each["rounds"] for each in figures.values()] == [2] * len(ENGINES)
+    assert all(each["most_records"] > 0 for each in figures.values())
 
 
 @pytest.mark.slow
-def test_two_hundred_rounds_of_four_writers_lose_nothing(tmp_path: Path) -> None:
-    figures = run(tmp_path / "work", "--rounds", 200, "--seed", 1)
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_hundred_rounds_of_four_writers_lose_nothing(tmp_path: Path, engine: str) -> None:
+    figures = run(tmp_path / "work", "--rounds", 200, "--seed", 1, "--engines", engine)[engine]
     assert figures["rounds"] == 200 and figures["most_records"] > 100
+    assert figures["server_kills"] == (100 if engine == "postgres" else 0)
 
 
 @pytest.mark.slow
