@@ -226,6 +226,16 @@ def test_a_replaced_vector_takes_the_place_of_the_old(store: SqliteStore) -> Non
             assert recall(store, index, select(store)) >= 0.98
 
 
+def test_a_change_of_a_record_that_came_later_hides_none_that_came_before_it(store: SqliteStore) -> None:
+    fill(store, unit(2, 0))
+    catalogue(store.index)
+    fill(store, unit(3, 1))
+    with store.writing():
+        store.change(5, replace(store.records([5])[5], text="two words", version=2), unit(1, 2)[0], "encoder", False)
+    assert catalogue(store.index).seqs.tolist() == [1, 2, 3, 4, 5]
+    assert catalogue(store.index).open_seqs.tolist() == [1, 2, 3, 4, 5]
+
+
 def while_building(monkeypatch: pytest.MonkeyPatch, action: Callable[[], None], after: bool) -> None:
     """Lets something happen once while a file of the index is being made: before it is on the disk, or after."""
     write, waiting = module.write_atomically, [action]

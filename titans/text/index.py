@@ -144,7 +144,8 @@ class LocalIndex:
         if changed is None or len(changed) > PATCHED:
             return False
         stay = ~np.isin(known.seqs, changed)
-        again = self.store.rows_at(user.id, changed)
+        last = int(known.seqs[-1]) if len(known.seqs) else 0
+        again = self.store.rows_at(user.id, [seq for seq in changed if seq <= last])  # later ones come with all others
         columns = (known.seqs[stay], known.scopes[stay], known.lengths[stay])
         joined = [np.concatenate([old, new]) for old, new in zip(columns, again.T, strict=True)]
         order = np.argsort(joined[0], kind="stable")
