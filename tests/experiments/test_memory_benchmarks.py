@@ -185,6 +185,11 @@ def test_a_quick_run_keeps_the_sessions_that_answer(tmp_path: Path) -> None:
     assert short.turns == whole.turns[:6]
     alone = next(MemoryBenchmarks((file,), sessions=1).choose(file, 4))
     assert alone.turns == whole.turns[3:6] and alone.questions[0].evidence == (2,)
+    histories = json.loads(Path(file).read_text())
+    histories[0]["haystack_sessions"][3][0]["has_answer"] = True
+    Path(file).write_text(json.dumps(histories))
+    alone = next(MemoryBenchmarks((file,), sessions=1).choose(file, 4))
+    assert [turn.session for turn in alone.turns] == [2, 2, 2, 4, 4, 4] and alone.questions[0].evidence == (2, 3)
 
 
 def test_the_report_has_every_file_arm_and_level_and_what_reading_everything_costs(

@@ -170,7 +170,8 @@ def _utterance(turn: Any, session: int, date: str, where: str) -> Utterance:
     turn = _check(turn, dict, where, "an object with speaker, dia_id and text")
     speaker, name, said = (_field(turn, key, str, where, "words") for key in ("speaker", "dia_id", "text"))
     caption = turn.get("blip_caption") or ""
-    return Utterance(name, speaker, said, session, date, _check(caption, str, f"{where}: blip_caption", "words"))
+    caption = _sayable(_check(caption, str, f"{where}: blip_caption", "words"))
+    return Utterance(name, speaker, _sayable(said), session, date, caption)
 
 
 def _locomo_question(given: Any, places: dict[str, int], turns: list[Utterance], where: str) -> Question:
@@ -183,7 +184,7 @@ def _locomo_question(given: Any, places: dict[str, int], turns: list[Utterance],
     for item in _field(given, "evidence", list, where, "a list of turns such as D1:3"):
         names += (f"D{int(a)}:{int(b)}" for a, b in _EVIDENCE.findall(_check(item, str, f"{where}: evidence", "words")))
     evidence = sorted({places[name] for name in names if name in places})
-    return Question(text, category, tuple(evidence), CATEGORIES[category], _sessions_of(evidence, turns))
+    return Question(_sayable(text), category, tuple(evidence), CATEGORIES[category], _sessions_of(evidence, turns))
 
 
 def _plain(name: str) -> str:

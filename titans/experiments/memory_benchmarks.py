@@ -72,14 +72,16 @@ class MemoryBenchmarks:
 def _shorten(conversation: Conversation, sessions: int | None) -> Conversation:
     if sessions is None:
         return conversation
+    turns = conversation.turns
     answers = {session for question in conversation.questions for session in question.sessions}
-    others = dict.fromkeys(turn.session for turn in conversation.turns if turn.session not in answers)
+    answers |= {turns[position].session for question in conversation.questions for position in question.evidence}
+    others = dict.fromkeys(turn.session for turn in turns if turn.session not in answers)
     kept = answers | set(itertools.islice(others, max(0, sessions - len(answers))))
-    positions = [position for position, turn in enumerate(conversation.turns) if turn.session in kept]
+    positions = [position for position, turn in enumerate(turns) if turn.session in kept]
     moved = {position: new for new, position in enumerate(positions)}
     return replace(
         conversation,
-        turns=tuple(conversation.turns[position] for position in positions),
+        turns=tuple(turns[position] for position in positions),
         questions=tuple(
             replace(question, evidence=tuple(moved[position] for position in question.evidence))
             for question in conversation.questions
