@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from titans.text.encoder import TextEncoder
 from titans.text.records import Record
-from titans.text.versions import ALIKE, LEAST_COSINE, find_older_version, likeness
+from titans.text.versions import ALIKE, LEAST_COSINE, contradiction, find_older_version, likeness
 
 with Path(__file__).with_name("versions.tsv").open(encoding="utf-8") as stream:
     PAIRS = list(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE))  # changed, restated or other; old; new
@@ -43,9 +43,12 @@ def test_most_changed_facts_are_found_and_few_others(found: dict[str, float]) ->
         ("Do I live in Oslo?", "I live in Oslo."),
         ("I live in Oslo. I like it there.", "I live in Oslo."),
         ("", "I live in Oslo."),
+        ("I like black tea.", "I like green tea."),
     ],
 )
-def test_another_subject_another_speaker_and_what_is_no_statement_are_not_alike(new: str, old: str) -> None:
+def test_what_is_about_another_subject_or_may_be_true_beside_it_or_is_no_statement_is_not_alike(
+    new: str, old: str
+) -> None:
     assert likeness(new, old, 0.99) == likeness(old, new, 0.99) == 0
 
 
@@ -67,9 +70,30 @@ def test_the_same_words_add_to_the_cosine() -> None:
     assert likeness("Anna has tea.", "Anna has tea.", LEAST_COSINE) == pytest.approx(ALIKE)
 
 
+def test_another_value_contradicts_and_other_words_do_less() -> None:
+    assert contradiction("Anna drives a red car.", "Anna drives a blue car.", 0.9) == 1
+    assert contradiction("The rent rose to 900.", "The rent is 850 a month.", 0.8) == 1
+    assert contradiction("Anna's home is in Oslo.", "Anna lives in Oslo.", 0.9) == pytest.approx(0.1)
+    assert contradiction("Anna's home is in Rome.", "Anna lives in Oslo.", 0.7) == pytest.approx(0.3)
+    assert contradiction("Anna lives in Oslo.", "Anna lives in Oslo.", 1.0) == 0
+    assert contradiction("Anna likes fish.", "Bruno likes fish.", 0.9) == 0
+
+
+def test_changed_facts_contradict_more_than_facts_in_other_words(encoder: TextEncoder) -> None:
+    cosines = (encoder.encode([old for _, old, _ in PAIRS]) * encoder.encode([new for *_, new in PAIRS])).sum(1)
+    values = [contradiction(new, old, float(c)) for (_, old, new), c in zip(PAIRS, cosines, strict=True)]
+    changed, others = (
+        np.array([value for value, (kind, _, _) in zip(values, PAIRS, strict=True) if kind in kinds])
+        for kinds in (["changed"], ["restated", "other"])
+    )
+    above = changed[:, None] - others[None, :]
+    assert float(((above > 0) + 0.5 * (above == 0)).mean()) > 0.8
+
+
 @given(st.text(), st.text(), st.floats(-1, 1))
 def test_any_texts_can_be_compared(new: str, old: str, cosine: float) -> None:
     assert likeness(new, old, cosine) == likeness(old, new, cosine) <= cosine + 0.25 + (cosine < 0)
+    assert 0 <= contradiction(new, old, cosine) <= 1
 
 
 def test_the_most_similar_statement_of_the_same_speaker_is_replaced() -> None:

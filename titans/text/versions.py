@@ -12,16 +12,24 @@ ALIKE = 0.64  # likeness from which on a text replaces an older one; chosen on g
 OVERLAP = 0.25  # what the same words add to the cosine
 LEAST_COSINE = ALIKE - OVERLAP  # of two versions
 MOST_WORDS = 20  # of a statement; what is longer says several things
-_WORD = re.compile(r"\w+(?:['’]\w+)?")
+WORD = re.compile(r"\w+(?:['’]\w+)?")
 _END = re.compile(r"[.!?…]+(?=\s+\W*[A-Z]|\s*$)")
 _SPEAKER = re.compile(r"([A-Z]\w*(?: [A-Z]\w*)?): ")
-_SELF = frozenset("i me my mine myself we us our ours i'm i've i'll i'd we're we've we'll we'd".split())  # noqa: SIM905
-_CALENDAR = frozenset(
+SELF = frozenset("i me my mine myself we us our ours i'm i've i'll i'd we're we've we'll we'd".split())  # noqa: SIM905
+CALENDAR = frozenset(
     """
     monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september
     october november december
     """.split()  # noqa: SIM905
 )
+# Statements with one of these stand beside each other: who likes tea may like coffee, who went to Rome may go to Oslo.
+_BESIDE = frozenset(
+    """
+    adore adores ate bought enjoy enjoyed enjoys hate hated hates like liked likes love loved loves met saw tried
+    visited watched went
+    """.split()  # noqa: SIM905
+)
+_NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
 def likeness(new: str, old: str, cosine: float) -> float:
@@ -33,15 +41,16 @@ def likeness(new: str, old: str, cosine: float) -> float:
 
     Returns:
         at least ``ALIKE`` if ``new`` says ``old`` again, with another value or in other words; 0 if one of them is no
-        single plain statement, or if they are about different subjects or said by different speakers.
+        single plain statement, if they are about different subjects or said by different speakers, or if both may be
+        true at once, such as what somebody likes.
     """
-    (speaker, new), (other, old) = _split_speaker(new), _split_speaker(old)
+    (speaker, new), (other, old) = split_speaker(new), split_speaker(old)
     if speaker != other or not (is_statement(new) and is_statement(old)):
         return 0.0
     words, others = _words(new), _words(old)
     subject, subject_of_other = _subject(words), _subject(others)
     mine, theirs = ({plain for _, plain in each} for each in (words, others))
-    if subject not in theirs and subject_of_other not in mine:
+    if (subject not in theirs and subject_of_other not in mine) or mine & theirs & _BESIDE:
         return 0.0
     mine, theirs = (each - STOP_WORDS - {subject, subject_of_other} for each in (mine, theirs))
     return cosine + OVERLAP * len(mine & theirs) / max(1, len(mine | theirs))
@@ -59,7 +68,31 @@ def find_older_version(new: Record, candidates: Sequence[tuple[Record, float]]) 
     return best if value >= ALIKE else None
 
 
-def _split_speaker(text: str) -> tuple[str, str]:
+def contradiction(new: str, old: str, cosine: float) -> float:
+    """How sure it is that ``new`` gives another value to what ``old`` states, between 0 and 1.
+
+    0 if neither is a version of the other, 1 if they differ in a number or in one place of the same words. Otherwise
+    more the less similar they are, since another value is less similar than the same value in other words.
+    """
+    if likeness(new, old, cosine) < ALIKE:
+        return 0.0
+    numbers, others = set(_NUMBER.findall(new)), set(_NUMBER.findall(old))
+    if (numbers and others and numbers != others) or _differ_in_one_place(new, old):
+        return 1.0
+    return min(1.0, max(0.0, 1 - cosine))
+
+
+def _differ_in_one_place(new: str, old: str) -> bool:
+    """At most two words of each stand for each other, between at least twice as many that are the same."""
+    one, other = ([word for word, _ in _words(text.casefold())] for text in (new, old))
+    shorter = min(len(one), len(other))
+    start = next((i for i in range(shorter) if one[i] != other[i]), shorter)
+    end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
+    mine, theirs = len(one) - start - end, len(other) - start - end
+    return 0 < mine <= 2 and 0 < theirs <= 2 and start + end >= 2 * max(mine, theirs)
+
+
+def split_speaker(text: str) -> tuple[str, str]:
     """``"Ann: I moved."`` as Ann and what she said; nobody if the text names no speaker."""
     match = _SPEAKER.match(text)
     return (match[1], text[match.end() :]) if match else ("", text)
@@ -68,15 +101,15 @@ def _split_speaker(text: str) -> tuple[str, str]:
 def is_statement(text: str) -> bool:
     """One sentence that is neither a question nor an exclamation, and not long."""
     ends = _END.findall(text)
-    return len(ends) <= 1 and not any(mark in text for mark in "?!") and 0 < len(_WORD.findall(text)) <= MOST_WORDS
+    return len(ends) <= 1 and not any(mark in text for mark in "?!") and 0 < len(WORD.findall(text)) <= MOST_WORDS
 
 
 def _words(text: str) -> list[tuple[str, str]]:
     """Words as they are written, and to compare: in small letters, without 's, and one word for whoever speaks."""
     found = []
-    for word in _WORD.findall(text):
+    for word in WORD.findall(text):
         plain = word.casefold().replace("’", "'")
-        found.append((word, "i" if plain in _SELF else plain.removesuffix("'s")))
+        found.append((word, "i" if plain in SELF else plain.removesuffix("'s")))
     return found
 
 
@@ -86,6 +119,6 @@ def _subject(words: Sequence[tuple[str, str]]) -> str:
     for index, (word, plain) in enumerate(content):
         if word.casefold() in ("my", "our") and index + 1 < len(content):
             return content[index + 1][1]
-        if plain == "i" or (word[0].isupper() and plain.removesuffix("s") not in _CALENDAR):
+        if plain == "i" or (word[0].isupper() and plain.removesuffix("s") not in CALENDAR):
             return plain
     return content[0][1] if content else ""
