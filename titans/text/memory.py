@@ -331,7 +331,7 @@ class Memory:
             for seqs, cosines in self.store.nearest(Selection(row.user, (row.id,)), vectors, NEAREST)
         ]
         records = self.store.records(sorted({seq for each in found for seq, _ in each}))
-        return [[(records[seq], cosine) for seq, cosine in each] for each in found]
+        return [[(records[seq], cosine) for seq, cosine in each if seq in records] for each in found]
 
     def _newest_version(self, id: str, newer: Mapping[str, str]) -> str:
         """The last of the versions of a statement; ``newer`` has those that are not in the store yet."""

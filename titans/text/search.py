@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 import numpy as np
 
 from titans.text.ranking import Ranking, content_words, fuse, order_by
-from titans.text.records import Found, Hit, Record
+from titans.text.records import DamagedStore, Found, Hit, Record
 from titans.text.store import WORD, Matches, Selection, Store
 
 SLACK = 0.2  # by how much a newer version may be further from the question than an older one
@@ -74,7 +74,7 @@ class Search:
         candidates = sorted({seq for values in named.values() for seq in values})
         known: dict[int, Record] = {}
         if ranking.recency or ranking.surprise:
-            known = self.store.records(candidates)
+            known = self._records(candidates)
         if ranking.recency:
             orders["recency"] = order_by(candidates, lambda seq: known[seq].created)
         if ranking.surprise:
@@ -82,7 +82,7 @@ class Search:
 
         fused = fuse(orders, ranking, named.get("cosine"))
         window = max(WINDOW, 2 * limit)
-        known |= self.store.records(seq for seq, _ in fused[:window] if seq not in known)
+        known |= self._records([seq for seq, _ in fused[:window] if seq not in known])
         versions = Versions(self.store, {seq: known[seq] for seq, _ in fused[:window]}, bool(self.selection.tests))
         chosen: list[tuple[int, float]] = []
         cosines: dict[int, float] = {}
@@ -95,7 +95,7 @@ class Search:
                 if len(chosen) == limit:
                     break
         known |= versions.records
-        known |= self.store.records(seq for seq, _ in chosen if seq not in known)
+        known |= self._records([seq for seq, _ in chosen if seq not in known])
         ranks = {name: {seq: rank for rank, seq in enumerate(order, 1)} for name, order in orders.items()}
         hits = [
             Hit(
@@ -142,6 +142,12 @@ class Search:
             seq: products[seq] + (0.0 if earlier is None else share * products[earlier])
             for seq, earlier in before.items()
         }
+
+    def _records(self, seqs: Sequence[int]) -> dict[int, Record]:
+        found = self.store.records(seqs)
+        if len(found) < len(seqs):
+            raise DamagedStore(f"{self.store.name} is damaged: a record that is in its index is not in its tables")
+        return found
 
     def _vectors(self, seqs: Sequence[int]) -> np.ndarray:
         return self.store.vectors(seqs, len(self.vector))
