@@ -1,26 +1,29 @@
 from __future__ import annotations
 
+import gzip
 import os
 import random
 import shutil
 import sqlite3
 import threading
 import warnings
-from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.text.conftest import Opener
 from tests.text.killing import replay_log
+from titans.text import database, index, replay
 from titans.text.database import FILE_NAME, locate
 from titans.text.encoder import TextEncoder
 from titans.text.memory import Memory
-from titans.text.records import DamagedStore, Record, Scope, StoreError, UnknownRecord
+from titans.text.records import DamagedStore, OtherEncoder, Record, Scope, StoreError, UnknownRecord
 from titans.text.recovery import recover, salvage
 from titans.text.sqlite import SqliteStore
 
-Opener = Callable[..., Memory]
 TEXTS = [f"Note {number}: the {animal} likes {food}." for number, (animal, food) in enumerate(
     (animal, food) for animal in ("cat", "dog", "horse", "owl", "fox") for food in ("milk", "hay", "mice", "bread")
 )]  # fmt: skip
@@ -49,11 +52,13 @@ def test_writes_wait_for_the_disk_and_go_to_a_log_first(open_plain: Opener) -> N
     assert settings == {"journal_mode": "wal", "synchronous": 2, "secure_delete": 1}
 
 
-def test_what_is_raised_in_a_transaction_undoes_all_of_it(open_plain: Opener) -> None:
-    memory = open_plain()
+def test_what_is_raised_in_a_transaction_undoes_all_of_it(open_memory: Opener) -> None:
+    memory = open_memory()
     record = memory.add("one")
+    with memory.store.reading():
+        (number,) = (seq for seq, _, _ in memory.store.texts())
     with pytest.raises(RuntimeError), memory.store.writing():
-        memory.store.remove(1, "delete")
+        memory.store.remove([number], "delete")
         memory.store.set_meta("new", "value")
         raise RuntimeError
     assert memory.get(record.id) == record
@@ -80,11 +85,11 @@ def test_names_with_special_characters_are_names(tmp_path: Path, encoder: TextEn
 
 def test_a_store_of_a_newer_version_is_refused_and_not_touched(copy: Path) -> None:
     connection = sqlite3.connect(copy)
-    connection.execute("PRAGMA user_version = 2")
+    connection.execute("PRAGMA user_version = 3")
     connection.close()
     before = copy.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(StoreError, match="has format 2 and was made by a newer version of titans; expected 1"):
+        with pytest.raises(StoreError, match="has format 3 and was made by a newer version of titans; expected 2"):
             SqliteStore(copy, read_only)
     assert copy.read_bytes() == before
 
@@ -148,17 +153,19 @@ def test_a_store_opened_to_read_must_be_there_and_is_not_written(copy: Path, enc
     assert copy.read_bytes() == before
 
 
-def test_threads_share_a_memory(open_plain: Opener) -> None:
-    memory = open_plain()
+def test_threads_share_a_memory(open_memory: Opener) -> None:
+    memory = open_memory()
     failures: list[BaseException] = []
 
     def work(number: int) -> None:
+        user = f"user {number % 2}"  # of two threads
         try:
-            for index in range(6):
-                record = memory.add(TEXTS[index], user=f"user {number % 2}", session=str(number))
-                assert memory.search(TEXTS[index], user=f"user {number % 2}").hits
-                if index % 3 == 2:
-                    memory.delete(record.id)
+            for position in range(6):
+                memory.add(TEXTS[position], user=user)
+                record = memory.add(f"{TEXTS[position]} {number}", user=user)
+                assert memory.search(TEXTS[position], user=user).hits
+                if position % 3 == 2:
+                    memory.delete(record.id, user=user)
         except BaseException as error:
             failures.append(error)
 
@@ -168,14 +175,18 @@ def test_threads_share_a_memory(open_plain: Opener) -> None:
     for thread in threads:
         thread.join()
     assert failures == []
-    assert memory.stats()["records"] == 4 * 4
+    again = open_memory()
+    for user in ("user 0", "user 1"):
+        assert len(memory.records(user=user)) == 6 + 2 * 4
+        assert sum(record.repeats for record in memory.records(user=user)) == 6
+        assert memory.neural.pack(memory.scope_memory(user=user)) == again.neural.pack(again.scope_memory(user=user))
     assert memory.check() == []
 
 
-def test_two_connections_see_each_others_writes(open_plain: Opener) -> None:
-    one, two = open_plain(), open_plain()
-    for index in range(20):  # both sides of a whole chunk
-        (one, two)[index % 2].add(TEXTS[index])
+def test_two_connections_see_each_others_writes(open_memory: Opener) -> None:
+    one, two = open_memory(), open_memory()
+    for number, text in enumerate(TEXTS):  # both sides of a whole chunk
+        (one, two)[number % 2].add(text)
     assert one.neural.pack(one.scope_memory()) == two.neural.pack(two.scope_memory())
     found = [hit.record.text for hit in one.search(TEXTS[7])]
     assert found == [hit.record.text for hit in two.search(TEXTS[7])]
@@ -284,12 +295,13 @@ def test_what_was_deleted_is_not_recovered(open_plain: Opener, tmp_path: Path) -
     ]
 
 
-def test_a_damaged_memory_state_is_made_again(open_plain: Opener) -> None:
+def test_a_damaged_memory_state_is_made_again(open_plain: Opener, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replay, "BETWEEN", 1)
     memory = open_plain()
     memory.add_many(TEXTS)
     good = memory.neural.pack(memory.scope_memory())
     with memory.store.writing():
-        memory.store._connection.execute("UPDATE states SET state = zeroblob(length(state))")
+        assert memory.store._run("UPDATE states SET state = zeroblob(length(state))").rowcount == 1
     other = open_plain()
     assert other.neural.pack(other.scope_memory()) == good
 
@@ -305,8 +317,8 @@ def test_the_log_tells_what_the_records_are(open_plain: Opener) -> None:
         assert [text for _, text in replay_log(memory.store, row.id)] == [TEXTS[0], TEXTS[2], "new words", TEXTS[4]]
 
 
-def test_records_are_read_back_as_they_were_written(open_plain: Opener) -> None:
-    memory = open_plain()
+def test_records_are_read_back_as_they_were_written(open_memory: Opener) -> None:
+    memory = open_memory()
     record = memory.add(
         "  Grüße, 世界! \n\tname: 'x' -- ; DROP TABLE records; \f ",
         user="ü 'x'",
@@ -318,4 +330,161 @@ def test_records_are_read_back_as_they_were_written(open_plain: Opener) -> None:
     )
     assert isinstance(record, Record)
     assert record.created == "2020-02-03T03:05:06.000000+00:00"
-    assert memory.get(record.id) == record
+    assert memory.get(record.id, user="ü 'x'") == record
+
+
+@pytest.fixture
+def small_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of the index for a few records."""
+    for name in ("EXACT", "SEGMENT", "LEAST"):
+        monkeypatch.setattr(index, name, 5)
+
+
+def test_a_text_is_written_once_even_if_the_index_cannot_be(
+    open_plain: Opener, small_index: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_plain()
+    memory.add_many(TEXTS[:4])
+    memory.store.index_folder.write_bytes(b"")  # a file where the folder should be
+    with pytest.warns(UserWarning, match="everything is written to .*, but afterwards: .*Not a directory"):
+        assert memory.add(TEXTS[4]).text == TEXTS[4]
+    memory.store.index_folder.unlink()
+
+    def fail(*arguments: object) -> bytes:
+        raise RuntimeError("out of memory")  # as usearch does
+
+    with monkeypatch.context() as patch:
+        patch.setattr(index, "_make_file", fail)
+        with pytest.warns(UserWarning, match="but afterwards: out of memory"):
+            memory.add(TEXTS[5])
+    assert [record.text for record in reversed(memory.records())] == TEXTS[:6]
+    memory.add(TEXTS[6])
+    assert len(list(memory.store.index_folder.iterdir())) == 1
+    assert memory.check() == []
+
+
+def test_a_text_is_written_once_even_if_nothing_can_be_evicted_or_erased(
+    open_memory: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory = open_memory(limit=3)
+    memory.add_many(TEXTS[:3])
+
+    def fail(*arguments: object) -> None:
+        raise OSError("disk full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory.store), "begin_erasing", fail)
+        with pytest.warns(UserWarning, match="but afterwards: disk full"):
+            record = memory.add(TEXTS[3])
+        assert memory.stats()["records"] == 4
+    with monkeypatch.context() as patch:
+        patch.setattr(type(memory.store), "finish_erasing", fail)
+        with pytest.warns(UserWarning, match="but afterwards: disk full"):
+            assert memory.delete(record.id) == 1
+        with pytest.warns(UserWarning, match="but afterwards: disk full"):
+            assert memory.delete_all(user="default") == 3
+    assert memory.scopes() == []
+    assert memory.check() == []
+
+
+OLD_STORE = Path(__file__).with_name("stores") / "format-1.sqlite3.gz"
+OLD_TABLES = ("meta", "users", "scopes", "vectors", "events", "segments")
+
+
+@pytest.fixture
+def old(tmp_path: Path) -> Path:
+    """A store that the last release made: four records of Ann, one text twice and one changed, and one of Bob."""
+    file = tmp_path / "old" / FILE_NAME
+    file.parent.mkdir()
+    file.write_bytes(gzip.decompress(OLD_STORE.read_bytes()))
+    return file
+
+
+def content(file: Path) -> dict[str, list[Any]]:
+    """What the tables hold that an upgrade leaves as they are, and the format."""
+    fields = "seq, id, user, scope, role, text, metadata, created, updated, version, words, sum, surprise, uses"
+    with closing(sqlite3.connect(file)) as connection:
+        found = {name: connection.execute(f"SELECT * FROM {name} ORDER BY 1").fetchall() for name in OLD_TABLES}
+        found["records"] = connection.execute(f"SELECT {fields} FROM records ORDER BY seq").fetchall()
+        found["format"] = connection.execute("PRAGMA user_version").fetchall()
+        return found
+
+
+def test_a_store_of_the_last_release_is_upgraded_and_reindexed_with_nothing_lost(
+    old: Path, encoder: TextEncoder
+) -> None:
+    before = content(old)
+    with Memory(old, encoder=encoder) as memory:
+        assert memory.stats()["format"] == 2
+        records = memory.records(user="ann")
+        assert [record.text for record in reversed(records)] == [
+            "Ann lives in Oslo.", "Ann has a pet rabbit.", "The meeting is on Friday.", "Ann lives in Oslo.",
+        ]  # fmt: skip
+        assert {(record.repeats, record.replaces) for record in records} == {(0, None)}
+        changed = [(event.kind, event.text) for event in memory.history(records[1].id, user="ann")]
+        assert changed == [("add", "The meeting is on Tuesday."), ("update", "The meeting is on Friday.")]
+        assert [scope for scope, _ in memory.scopes()] == [Scope("ann"), Scope("bob", "cook", "monday")]
+        sentence = rf"reindex --store {old}`$"
+        for call in (
+            lambda: memory.add("Ann lives in Lima.", user="ann"),
+            lambda: memory.search("Ann", user="ann"),
+            lambda: memory.update(records[0].id, "Ann lives in Lima.", user="ann"),
+        ):
+            with pytest.raises(OtherEncoder, match=sentence):
+                call()
+    assert content(old) == before | {"format": [(2,)]}
+    with Memory(old, encoder=encoder) as memory:
+        assert memory.reindex() == 5
+        assert [replace(record, surprise=0) for record in memory.records(user="ann")] == [
+            replace(record, surprise=0) for record in records
+        ]
+        assert memory.search("Where does Ann live?", user="ann").hits[0].record.text == "Ann lives in Oslo."
+        assert memory.add("Ann lives in Oslo.", user="ann", metadata={"topic": "home"}).repeats == 1
+        lima = memory.add("Ann lives in Lima.", user="ann")
+        assert memory.search("Where does Ann live?", user="ann").hits[0].record == lima
+        assert memory.delete_all(user="bob", below=True) == 1
+        assert memory.check() == []
+    after = content(old)
+    assert [row for row in after["events"] if row in before["events"]] == [
+        row
+        for row in before["events"]
+        if row[5] == 1  # Ann's scope
+    ]
+
+
+def test_a_store_of_the_last_release_is_not_upgraded_when_opened_to_read(old: Path, encoder: TextEncoder) -> None:
+    before = old.read_bytes()
+    with pytest.raises(StoreError, match="has format 1 of an older version of titans; expected 2, so open it once"):
+        Memory(old, encoder=encoder, read_only=True)
+    assert old.read_bytes() == before
+
+
+def test_an_upgrade_that_is_cut_off_leaves_the_old_store(
+    old: Path, tmp_path: Path, encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = content(old)
+    crashed = tmp_path / "crashed"
+    cut = [0]
+
+    def crash(text: str) -> int:
+        cut[0] += 1
+        if cut[0] == 3:  # in the middle of the records: what a crash would leave on the disk, and an error
+            shutil.copytree(old.parent, crashed)
+            raise RuntimeError
+        return 1
+
+    with monkeypatch.context() as patch:
+        patch.setattr(database, "checksum", crash)
+        with pytest.raises(StoreError, match="cannot be written"):
+            Memory(old, encoder=encoder)
+    for file in (old, crashed / FILE_NAME):
+        assert content(file) == before and before["format"] == [(1,)]
+        with Memory(file, encoder=encoder) as memory:
+            assert memory.reindex() == 5
+            assert memory.check() == []
+
+
+def test_the_records_of_a_store_of_the_last_release_can_be_salvaged(old: Path) -> None:
+    found = salvage(old)
+    assert (len(found.records), found.lost) == (5, 0)
+    assert {record.repeats for record in found.records} == {0}
