@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import socket
@@ -51,7 +52,8 @@ class PostgresServer:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.stop()
+        if self._data.exists():
+            self.stop()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _give_away(self) -> str:
@@ -111,12 +113,18 @@ class PostgresServer:
             return cursor.fetchall() if cursor.description else []
 
 
+@functools.cache
+def shared_server() -> PostgresServer:
+    """One server for all tests of this process; it does not wait for the disk."""
+    return PostgresServer(fsync="off")
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[PostgresServer]:
-    """One server for all tests, started when the first needs it; it does not wait for the disk."""
+    """The server, which is started when the first test needs it."""
     pytest.importorskip("psycopg")
     pytest.importorskip("pgserver")
-    with PostgresServer(fsync="off") as server:
+    with shared_server() as server:
         yield server
 
 

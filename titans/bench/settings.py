@@ -200,12 +200,20 @@ class TextBenchmarkSettings(Settings):
     records: int = _option("Sentences to remember.", 100_000, least=2)
     queries: int = _option("Searches that are timed.", 300)
     batch: int = _option("Texts that are written one by one, and in a batch.", 1000)
+    store: str | None = _option(
+        "URL of a PostgreSQL database to measure, in schemas that are dropped afterwards.", None
+    )
+    load: int = _option("Records with random vectors to fill a store with first.", 0, least=0)
+    users: int = _option("Users of these records.", 1000)
+    writers: int = _option("Processes that write to one store at the same time, compared with one.", 1)
     threads: int | None = _option("CPU threads; PyTorch's choice by default.", None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not Path(self.texts).is_dir():
             raise ValueError(f"texts is {self.texts}, which is no folder; expected a folder of .txt files")
+        if self.store is not None and not self.store.startswith(("postgresql://", "postgres://")):
+            raise ValueError(f"store is {self.store}; expected a URL such as postgresql://USER:PASSWORD@HOST/DATABASE")
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,11 @@ Cuts a folder of text files into sentences, remembers them (one session per file
 beginnings of sentences that are not among them. Measured are: writes per second, one by one and in a batch; the time of
 a search beside the time of encoding its question; the share of the nearest ten that the index finds; the time of a
 deletion and of opening the store. Vectors are kept in the output folder, so that a second run only measures.
+
+    titans bench text BOOKS --store postgresql://USER:PASSWORD@HOST/DATABASE --load 1000000 --writers 2
+
+measures a store on a PostgreSQL server instead of one in a file, fills another one with many users before, and compares
+several writers with one.
 """
 
 from __future__ import annotations
@@ -14,7 +19,9 @@ import random
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,11 +31,13 @@ import numpy as np
 import torch
 
 from titans.bench.settings import TextBenchmarkSettings
-from titans.bench.timing import about, bar_figure, new_report, work_folder
+from titans.bench.text_load import compare_writers, fill, running_words
+from titans.bench.timing import about, bar_figure, new_report, times_text, work_folder
 from titans.report.page import Figure, Section, Table
 from titans.report.progress import Progress, silent
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.index import nearest_exact
+from titans.text.location import hide_password
 from titans.text.memory import Memory
 from titans.text.records import Scope
 from titans.text.store import Matches, Selection, Store
@@ -41,8 +50,10 @@ MANY = 2_000  # candidates of the neural voice in an exact ranking
 PART = 1000  # sentences that are written at a time
 USER = "reader"
 STORE, WRITTEN = "Search, deletion and size", "Records written per second"  # titles of sections
+FILLED, WRITERS = "A store of many users", "Several writers"
 WRITES = {"sentences": "with_encoding", "short texts": "short_with_encoding", "known vectors": "without_encoding"}
 QUICK: dict[str, Any] = {"records": 200, "queries": 10, "batch": 20}
+Place = Callable[[str], str]
 
 
 def sentences(file: Path) -> list[str]:
@@ -88,13 +99,33 @@ def seconds(work: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def compare_writes(encoder: TextEncoder, texts: list[str], folder: Path) -> dict[str, float]:
+@contextmanager
+def places(url: str | None, folder: Path) -> Iterator[Place]:
+    """Where stores are, by name: in a folder, or in schemas of a database; none of them stays."""
+    if url is None:
+        with tempfile.TemporaryDirectory(dir=folder) as inside:
+            yield lambda name: str(Path(inside) / name)
+        return
+    from titans.text.postgres import drop_store
+    from titans.text.postgres_connection import split_url
+
+    plain, schema = split_url(url)
+    made: dict[str, str] = {}
+
+    def place(name: str) -> str:
+        mark = "&" if "?" in plain else "?"
+        return made.setdefault(name, f"{plain}{mark}schema={schema}-{uuid.uuid4().hex[:8]}-{name}")
+
+    try:
+        yield place
+    finally:
+        for each in made.values():
+            drop_store(each)
+
+
+def compare_writes(encoder: TextEncoder, texts: list[str], place: Place) -> dict[str, float]:
     """Writes per second, one by one and in a batch; both leave the same memory behind."""
-    with (
-        tempfile.TemporaryDirectory(dir=folder) as store,
-        Memory(Path(store) / "one", encoder=encoder) as one,
-        Memory(Path(store) / "many", encoder=encoder) as many,
-    ):
+    with Memory(place("one"), encoder=encoder) as one, Memory(place("many"), encoder=encoder) as many:
         one.add(texts[0])
         many.add(texts[0])
         single = seconds(lambda: [one.add(text) for text in texts])
@@ -103,7 +134,7 @@ def compare_writes(encoder: TextEncoder, texts: list[str], folder: Path) -> dict
     return {"one_by_one": len(texts) / single, "batch": len(texts) / batch}
 
 
-def build(encoder: TextEncoder, pairs: list[tuple[str, str]], store: Path, progress: Progress = silent) -> float:
+def build(encoder: TextEncoder, pairs: list[tuple[str, str]], store: str, progress: Progress = silent) -> float:
     """Make a store of all sentences; returns how many were written per second."""
     files: dict[str, list[str]] = {}
     for name, text in pairs:
@@ -192,27 +223,38 @@ def run_text_benchmark(
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
     report = new_report("text", settings, torch.get_num_threads())
+    if settings.store is not None:
+        report["settings"]["store"] = hide_password(settings.store)
     pairs, questions = cut(Path(settings.texts), settings.records, settings.queries + WARM_UP + 1)
     texts = [text for _, text in pairs]
-    real = TextEncoder.load()
+    results: dict[str, Any] = {}
     with work_folder(out) as folder:
         folder.mkdir(parents=True, exist_ok=True)
+        words = running_words(Path(settings.texts)) if settings.load or settings.writers > 1 else []
+        if settings.load:
+            with places(settings.store, folder) as place:
+                results |= fill(place("full"), words, settings.load, settings.users, progress)
+        if settings.writers > 1:
+            progress(0, 1, "several writers")
+            with places(settings.store, folder) as place:
+                results |= compare_writers(place, words, settings.writers)
+        real = TextEncoder.load()
         known = CachedEncoder(real, folder / "vectors.npz")
         known.learn(texts, progress)
-        results: dict[str, Any] = {}
         short = [text for text in texts if len(text) <= SHORT] or texts
         given = ((real, texts), (real, short), (known, texts))
         for index, (name, (encoder, source)) in enumerate(zip(WRITES.values(), given, strict=True)):
             progress(index, len(WRITES), "writing one by one and in a batch")
             some = random.Random(1).sample(source, min(settings.batch, len(source)))
-            results |= {f"writes_{how}_{name}": rate for how, rate in compare_writes(encoder, some, folder).items()}
-        with tempfile.TemporaryDirectory(dir=folder) as store:
-            results["written_per_second"] = build(known, pairs, Path(store) / "store", progress)
-            results |= _measure_store(Path(store) / "store", known, real, questions)
+            with places(settings.store, folder) as place:
+                results |= {f"writes_{how}_{name}": rate for how, rate in compare_writes(encoder, some, place).items()}
+        with places(settings.store, folder) as place:
+            results["written_per_second"] = build(known, pairs, place("store"), progress)
+            results |= _measure_store(place("store"), known, real, questions)
     return report | {"results": results}
 
 
-def _measure_store(store: Path, known: TextEncoder, real: TextEncoder, questions: list[str]) -> dict[str, Any]:
+def _measure_store(store: str, known: TextEncoder, real: TextEncoder, questions: list[str]) -> dict[str, Any]:
     """Everything that is measured of a store that is there."""
     results: dict[str, Any] = {}
     start = time.perf_counter()
@@ -261,8 +303,32 @@ def sections(report: dict[str, Any]) -> list[Section]:
     return [
         Section(STORE, [f"A store with {report['settings']['records']:,} records."], [Table(["", "measured"], rows)]),
         Section(WRITTEN, [], [Table(header, writes)]),
+        *_of_many(report),
         about(report),
     ]
+
+
+def _of_many(report: dict[str, Any]) -> list[Section]:
+    """Of many users and of several writers, if they were measured."""
+    found, settings = report["results"], report["settings"]
+    made = []
+    if settings["load"]:
+        rows = [
+            ["records written per second, random vectors", f"{found['load_per_second']:,.0f}"],
+            ["memory of this process after a tenth", f"{found['load_early_bytes'] / 1e6:,.0f} MB"],
+            ["memory of this process, at most", f"{found['load_most_bytes'] / 1e6:,.0f} MB"],
+            ["search of one user, median", f"{found['load_search_p50_ms']:.1f} ms"],
+            ["search of one user, p95", f"{found['load_search_p95_ms']:.1f} ms"],
+            ["size of the store", f"{found['load_store_bytes'] / 1e6:,.0f} MB"],
+        ]
+        about_it = f"{settings['load']:,} records of {settings['users']:,} users; nothing is encoded."
+        made.append(Section(FILLED, [about_it], [Table(["", "measured"], rows)]))
+    if settings["writers"] > 1:
+        one, several = found["one_writers_per_second"], found["all_writers_per_second"]
+        rows = [["1", f"{one:,.0f}", ""], [str(settings["writers"]), f"{several:,.0f}", times_text(several / one)]]
+        about_it = "Records written one by one, each process to a session of its own; nothing is encoded."
+        made.append(Section(WRITERS, [about_it], [Table(["processes", "records per second", "more"], rows)]))
+    return made
 
 
 def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:

@@ -35,8 +35,10 @@ def one_sentence(kinds: tuple[type[Exception], ...] = (ValueError,)) -> Iterator
 
 
 def this_command() -> str:
-    """What was typed, for the results to say what they were made with."""
-    return shlex.join(["titans", *sys.argv[1:]])
+    """What was typed, for the results to say what they were made with; passwords are hidden."""
+    from titans.text.location import hide_password
+
+    return shlex.join(["titans", *map(hide_password, sys.argv[1:])])
 
 
 def numbers(text: str, option: str) -> tuple[int, ...]:

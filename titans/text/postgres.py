@@ -28,7 +28,7 @@ except ImportError:
     raise StoreError("a store on a PostgreSQL server needs psycopg: pip install titan-memory[postgres]") from None
 
 from titans.text.postgres_connection import load_vector
-from titans.text.postgres_schema import TABLES
+from titans.text.postgres_schema import TABLES, quote
 from titans.text.postgres_search import Finder, of_scopes, passing
 from titans.text.sqlite import to_record
 from titans.text.store import WORD, ScopeRow, Selection, State, Store, Tests, checksum, encode_body, to_event
@@ -613,6 +613,14 @@ class PostgresStore(Finder, Store):
         with self._outside() as connection:
             for table in TABLES:
                 connection.execute(f"VACUUM (FULL, ANALYZE) {table}")
+
+
+def drop_store(url: str) -> None:
+    """Drops a store with its schema, if there is one."""
+    store = PostgresStore(url)
+    with store._outside() as connection:
+        connection.execute(f"DROP SCHEMA {quote(connection, store.schema)} CASCADE")
+    store.close()
 
 
 def _to_bytes(vector: np.ndarray) -> bytes:
