@@ -76,20 +76,40 @@ def test_words_that_say_nothing_are_left_out_unless_there_are_no_others() -> Non
     assert content_words(["who", "is", "it"]) == ["who", "is", "it"]
 
 
-ROWS = [(10, 0.9, 0, 5), (11, 0.1, 0, 50), (12, 0.5, 7, 20), (13, 0.2, 0, 9), (14, 0.1, 0, 1)]
+ROWS = [
+    (10, 0.9, 0, "How nice."),
+    (11, 0.1, 0, "It took long, with much to do and nothing to tell."),
+    (12, 0.1, 4, "That sounds great."),
+    (13, 0.1, 0, "I met Anna Berg in Oslo."),
+    (14, 0.2, 0, "You too."),
+]
 
 
 @pytest.mark.parametrize(
-    ("policy", "gone"),
-    [("surprise", {11, 14}), ("fifo", {10, 11}), ("longest", {10, 14})],
+    ("eviction", "gone"),
+    [
+        (Eviction(), {11, 14}),
+        (Eviction(surprise=0), {10, 14}),
+        (Eviction(details=0), {11, 13}),
+        (Eviction(uses=0), {11, 14}),
+        (Eviction("fifo"), {10, 11}),
+        (Eviction("longest"), {10, 14}),
+    ],
 )
-def test_a_full_store_lets_go_of_what_the_policy_says(policy: str, gone: set[int]) -> None:
-    assert set(choose_evicted(ROWS, 2, Eviction(policy))) == gone
+def test_a_full_store_lets_go_of_what_the_policy_says(eviction: Eviction, gone: set[int]) -> None:
+    assert set(choose_evicted(ROWS, 2, eviction)) == gone
 
 
 def test_what_has_just_come_goes_last() -> None:
-    assert set(choose_evicted(ROWS, 2, Eviction("longest"), frozenset([14]))) == {10, 13}
+    assert set(choose_evicted(ROWS, 2, Eviction("longest"), frozenset([14]))) == {10, 12}
     assert len(choose_evicted(ROWS, 5, Eviction("fifo"), frozenset([13, 14]))) == 5
+
+
+def test_a_large_batch_has_to_be_worth_its_place_but_for_the_newest_of_it() -> None:
+    old = [(seq, 0.5, 0, "I met Anna Berg in Oslo.") for seq in range(32)]
+    batch = [(seq, 0.5, 0, "How nice.") for seq in range(32, 64)]
+    gone = choose_evicted(old + batch, 32, Eviction(), frozenset(range(32, 64)))
+    assert set(range(64)) - set(gone) == {*range(4, 32), *range(60, 64)}
 
 
 def test_the_random_policy_draws_the_same_lots_again() -> None:
@@ -103,9 +123,9 @@ def test_the_random_policy_draws_the_same_lots_again() -> None:
     [
         (lambda: Ranking(bm25=-1), "bm25 is -1"),
         (lambda: Ranking(cosine=math.nan), "cosine is nan"),
-        (lambda: Ranking(bm25=0, cosine=0), "all 0"),
+        (lambda: Ranking(bm25=0, cosine=0, neural=0), "all 0"),
         (lambda: Ranking(pool=0), "pool is 0"),
-        (lambda: Eviction("oldest"), "policy is 'oldest'; expected one of surprise, fifo, random, longest"),
+        (lambda: Eviction("oldest"), "policy is 'oldest'; expected one of informative, longest, fifo, random"),
         (lambda: Eviction(spare=1.0), "spare is 1.0"),
     ],
 )

@@ -5,8 +5,15 @@ from __future__ import annotations
 import math
 import re
 
-from titans.text.versions import CALENDAR, SELF, WORD, split_speaker
-
+WORD = re.compile(r"\w+(?:['’]\w+)?")
+SELF = frozenset("i me my mine myself we us our ours i'm i've i'll i'd we're we've we'll we'd".split())  # noqa: SIM905
+CALENDAR = frozenset(
+    """
+    monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september
+    october november december
+    """.split()  # noqa: SIM905
+)
+_SPEAKER = re.compile(r"([A-Z]\w*(?: [A-Z]\w*)?): ")
 _SENTENCE = re.compile(r"(?<=[.!?…])\s+")
 _OTHER = frozenset("you your yours yourself you're you've you'll you'd".split())  # noqa: SIM905
 _TIME = CALENDAR | frozenset(
@@ -34,3 +41,9 @@ def details(text: str) -> float:
                 told += 1
     # The second name of a text adds less than the first.
     return math.sqrt(told) + (math.sqrt(own) - math.sqrt(other)) / 2
+
+
+def split_speaker(text: str) -> tuple[str, str]:
+    """``"Ann: I moved."`` as Ann and what she said; nobody if the text names no speaker."""
+    match = _SPEAKER.match(text)
+    return (match[1], text[match.end() :]) if match else ("", text)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from titans.text.details import details
+
 K1, B = 1.2, 0.75  # of BM25
 NEAR = 0.65  # a cosine above it is rarely chance
 MOST_POSTINGS = 5_000  # of the words of one question; the rarest words come first
@@ -19,7 +21,8 @@ STOP_WORDS = frozenset(
     they this to ve was we were what when where which who whom whose why will with would you your
     """.split()  # noqa: SIM905
 )
-POLICIES = ("surprise", "fifo", "random", "longest")
+POLICIES = ("informative", "longest", "fifo", "random")
+SAFE = 8  # what has just come is safe from eviction while it is no more than this part of what stays
 
 
 @dataclass(frozen=True)
@@ -72,20 +75,21 @@ class Ranking:
 class Eviction:
     """Which records a full store keeps.
 
-    ``"surprise"`` keeps the records with the highest sum of three ranks between 0 and 1, weighted: how surprising, how
-    new, how often used. ``"fifo"`` keeps the newest, ``"longest"`` the longest, ``"random"`` any.
+    ``"informative"`` keeps those that tell most: the weighted sum of :func:`titans.text.details.details`, surprise, and
+    the root of how often they were found or told again. ``"longest"`` keeps the longest, ``"fifo"`` the newest,
+    ``"random"`` any.
 
     Args:
         policy: one of the four.
-        surprise, recency, uses: the weights of ``"surprise"``.
+        details, surprise, uses: the weights of ``"informative"``.
         spare: share of the limit that is freed beyond what is needed, since every eviction replays the memories of
             its scopes.
         seed: of ``"random"``.
     """
 
-    policy: str = "surprise"
+    policy: str = "informative"
+    details: float = 1.0
     surprise: float = 1.0
-    recency: float = 0.5
     uses: float = 1.0
     spare: float = 1 / 32
     seed: int = 0
@@ -98,39 +102,36 @@ class Eviction:
 
 
 def choose_evicted(
-    rows: Sequence[tuple[int, float, int, int]], many: int, eviction: Eviction, keep: frozenset[int] = frozenset()
+    rows: Sequence[tuple[int, float, int, str]], many: int, eviction: Eviction, keep: frozenset[int] = frozenset()
 ) -> list[int]:
     """Which records a full store evicts.
 
     Args:
-        rows: (sequence number, surprise, uses, bytes) of every record, in their order.
+        rows: (sequence number, surprise, uses, text) of every record, in their order.
         many: how many must go.
         eviction: the policy.
-        keep: sequence numbers of records that stay as long as there are others.
+        keep: sequence numbers of records that have just come. They stay as long as there are others, but only the
+            newest of them once they are more than an eighth of what stays: one batch does not flush a store.
 
     Returns:
         the sequence numbers of those to evict.
     """
+    rows = [(*row[:3], "x" * row[3] if isinstance(row[3], int) else row[3]) for row in rows]  # until stores give texts
     seqs = np.array([row[0] for row in rows], dtype=np.int64)
     if eviction.policy == "fifo":
         worth = np.arange(len(rows), dtype=np.float64)
     elif eviction.policy == "longest":
-        worth = np.array([row[3] for row in rows], dtype=np.float64)
+        worth = np.array([len(text.encode()) for *_, text in rows], dtype=np.float64)
     elif eviction.policy == "random":
         worth = np.array([_lot(eviction.seed, int(seq)) for seq in seqs])
     else:
-        worth = eviction.surprise * _shares([row[1] for row in rows])
-        worth += eviction.recency * _shares(range(len(rows)))
-        worth += eviction.uses * _shares([row[2] for row in rows])
-    worth[np.isin(seqs, list(keep))] += 10 * (1 + worth.max(initial=0))
-    order = np.lexsort((seqs, worth))  # among equals the oldest goes
+        told = np.array([details(text) for *_, text in rows]) if eviction.details else 0.0
+        surprise, uses = (np.array([row[column] for row in rows], dtype=np.float64) for column in (1, 2))
+        worth = eviction.details * told + eviction.surprise * surprise + eviction.uses * np.sqrt(uses)
+    safe = sorted(keep)[-max(1, (len(rows) - many) // SAFE) :]
+    # Among equals the oldest goes.
+    order = np.lexsort((seqs, worth, np.isin(seqs, safe)))
     return [int(seq) for seq in seqs[order[:many]]]
-
-
-def _shares(values: Sequence[float]) -> np.ndarray:
-    """The share of all values that each is above, between 0 and 1."""
-    array = np.asarray(values, dtype=np.float64)
-    return np.searchsorted(np.sort(array), array) / max(1, len(array))
 
 
 def _lot(seed: int, seq: int) -> float:

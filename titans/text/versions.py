@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from titans.text.details import CALENDAR, SELF, WORD, split_speaker
 from titans.text.ranking import STOP_WORDS
 from titans.text.records import Record
 
@@ -12,16 +13,7 @@ ALIKE = 0.64  # likeness from which on a text replaces an older one; chosen on g
 OVERLAP = 0.25  # what the same words add to the cosine
 LEAST_COSINE = ALIKE - OVERLAP  # of two versions
 MOST_WORDS = 20  # of a statement; what is longer says several things
-WORD = re.compile(r"\w+(?:['’]\w+)?")
 _END = re.compile(r"[.!?…]+(?=\s+\W*[A-Z]|\s*$)")
-_SPEAKER = re.compile(r"([A-Z]\w*(?: [A-Z]\w*)?): ")
-SELF = frozenset("i me my mine myself we us our ours i'm i've i'll i'd we're we've we'll we'd".split())  # noqa: SIM905
-CALENDAR = frozenset(
-    """
-    monday tuesday wednesday thursday friday saturday sunday january february march april may june july august september
-    october november december
-    """.split()  # noqa: SIM905
-)
 # Statements with one of these stand beside each other: who likes tea may like coffee, who went to Rome may go to Oslo.
 _BESIDE = frozenset(
     """
@@ -90,12 +82,6 @@ def _differ_in_one_place(new: str, old: str) -> bool:
     end = next((i for i in range(shorter - start) if one[-1 - i] != other[-1 - i]), shorter - start)
     mine, theirs = len(one) - start - end, len(other) - start - end
     return 0 < mine <= 2 and 0 < theirs <= 2 and start + end >= 2 * max(mine, theirs)
-
-
-def split_speaker(text: str) -> tuple[str, str]:
-    """``"Ann: I moved."`` as Ann and what she said; nobody if the text names no speaker."""
-    match = _SPEAKER.match(text)
-    return (match[1], text[match.end() :]) if match else ("", text)
 
 
 def is_statement(text: str) -> bool:
