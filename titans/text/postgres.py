@@ -27,7 +27,7 @@ try:
 except ImportError:
     raise StoreError("a store on a PostgreSQL server needs psycopg: pip install titan-memory[postgres]") from None
 
-from titans.text.postgres_connection import load_vector
+from titans.text.postgres_connection import load_vectors
 from titans.text.postgres_schema import TABLES, quote
 from titans.text.postgres_search import Finder, of_scopes, passing
 from titans.text.sqlite import to_record
@@ -53,11 +53,6 @@ class PostgresStore(Finder, Store):
     """
 
     # The store as a whole
-
-    def get_meta(self, key: str) -> str | None:
-        """A fact about the store itself."""
-        value: str | None = self._value("SELECT value FROM meta WHERE key = %s", (key,))
-        return value
 
     def set_meta(self, key: str, value: str | None) -> None:
         """Sets a fact about the store; None removes it."""
@@ -118,7 +113,7 @@ class PostgresStore(Finder, Store):
             if checksum(encode_body(to_record(row))) != row[-2]:
                 yield f"record {row[0]} is not what was written"
         for seq, total, data in self._scan("SELECT seq, sum, vector FROM vectors"):
-            if checksum(_to_bytes(load_vector(data))) != total:
+            if checksum(load_vectors([data])[0].tobytes()) != total:
                 yield f"the vector of record number {seq} is not what was written"
         for scope, counted, found in self._all(
             "SELECT s.id, s.count, count(r.seq) FROM scopes s LEFT JOIN records r ON r.scope = s.id"
@@ -233,26 +228,28 @@ class PostgresStore(Finder, Store):
         locked = inside is not None and inside.writing
         return [row[0] for row in self._matching_scopes(scope, below, "FOR UPDATE OF s" if locked else "")]
 
-    def _matching_scopes(self, scope: Scope, below: bool, lock: str) -> list[tuple[int, int]]:
-        """(number, count) of scopes."""
+    def _matching_scopes(self, scope: Scope, below: bool, lock: str) -> list[tuple[int, int, int, int]]:
+        """(number, user, count, words) of scopes."""
         names = {"agent": scope.agent, "session": scope.session}
         if not below:
             names = {key: name or "" for key, name in names.items()}
         return self._all(
-            "SELECT s.id, s.count FROM scopes s JOIN users u ON u.id = s.user_id WHERE u.name = %(user)s"
-            " AND (%(agent)s::text IS NULL OR s.agent = %(agent)s)"
+            "SELECT s.id, s.user_id, s.count, s.words FROM scopes s JOIN users u ON u.id = s.user_id"
+            " WHERE u.name = %(user)s AND (%(agent)s::text IS NULL OR s.agent = %(agent)s)"
             f" AND (%(session)s::text IS NULL OR s.session = %(session)s) {IN_ORDER} {lock}",
             {"user": scope.user, **names},
         )
 
     def select(self, scope: Scope, tests: Tests, exact: bool = False) -> Selection | None:
         """The records of a user that match the names given and pass the tests; None if the names match none."""
-        user = self._user_id(scope.user)
-        if user is None:
+        found = [row for row in self._matching_scopes(scope, not exact, "") if row[2]]
+        if not found:
             return None
-        found = [number for number, count in self._matching_scopes(scope, not exact, "") if count]
         everything = not exact and scope.agent is None and scope.session is None
-        return Selection(user, None if everything else tuple(found), tests) if found else None
+        scopes, users, counts, words = zip(*found, strict=True)
+        selection = Selection(users[0], None if everything else scopes, tests)
+        self._once((selection.user, selection.scopes), lambda: (sum(counts), sum(words)))
+        return selection
 
     def rows_of(self, selection: Selection, most: int) -> list[ScopeRow]:
         """The scopes with records that a selection covers, those written to last first, at most so many."""
@@ -560,15 +557,20 @@ class PostgresStore(Finder, Store):
     def vectors(self, seqs: Sequence[int], width: int) -> np.ndarray:
         """The vectors (n, width) of records, in the order asked for."""
         numbers = [int(seq) for seq in seqs]
-        found = {}
-        for seq, total, data in self._all("SELECT seq, sum, vector FROM vectors WHERE seq = ANY(%s)", (numbers,)):
-            found[seq] = load_vector(data)
-            if len(found[seq]) != width or checksum(_to_bytes(found[seq])) != total:
-                raise self._damaged(f"the vector of record number {seq} is not what was written")
-        missing = next((seq for seq in numbers if seq not in found), None)
+        rows = self._all("SELECT seq, sum, vector FROM vectors WHERE seq = ANY(%s)", (numbers,))
+        places = {row[0]: place for place, row in enumerate(rows)}
+        missing = next((seq for seq in numbers if seq not in places), None)
         if missing is not None:
             raise self._damaged(f"record number {missing} has no vector")
-        return np.array([found[seq] for seq in numbers], dtype=np.float32).reshape(len(numbers), width)
+        if not rows:
+            return np.empty((0, width), dtype=np.float32)
+        if any(len(data) != 4 * (width + 1) for _, _, data in rows):
+            raise self._damaged(f"a vector has another width than {width}")
+        matrix = load_vectors([data for _, _, data in rows])
+        for (seq, total, _), vector in zip(rows, matrix, strict=True):
+            if checksum(vector.tobytes()) != total:
+                raise self._damaged(f"the vector of record number {seq} is not what was written")
+        return matrix[[places[seq] for seq in numbers]]
 
     def replace_vectors(self, vectors: Iterable[tuple[int, np.ndarray]], encoder: str) -> None:
         """Other vectors for all records; the memory states and the vector index are dropped with the old ones.

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
@@ -18,9 +18,9 @@ from psycopg.conninfo import conninfo_to_dict
 from psycopg.types import TypeInfo
 
 from titans.text.location import hide_password
-from titans.text.postgres_schema import FORMAT, find_extension, find_format, lock_key, prepare, quote
+from titans.text.postgres_schema import find_extension, find_format, lock_key, prepare, quote
 from titans.text.records import StoreError
-from titans.text.store import Selection
+from titans.text.store import FORMAT
 from titans.words import sentence
 
 SCHEMA = "titans"  # unless the URL names one
@@ -55,9 +55,10 @@ class VectorDumper(Dumper):
         return len(obj).to_bytes(2, "big") + b"\0\0" + obj.astype(">f4").tobytes()
 
 
-def load_vector(data: bytes) -> np.ndarray:
-    """The array of a ``vector`` in its binary form."""
-    return np.frombuffer(data, dtype=">f4", offset=4).astype(np.float32)
+def load_vectors(data: Sequence[bytes]) -> np.ndarray:
+    """(n, width): vectors of one width from their binary form."""
+    rows = np.frombuffer(b"".join(data), dtype=">f4").reshape(len(data), -1)
+    return rows[:, 1:].astype(np.float32)  # without the width
 
 
 @dataclass
@@ -66,13 +67,13 @@ class Transaction:
 
     Attributes:
         process: the one it belongs to; a forked process has none of its parent's.
-        matched: the last selection with tests, and number, scope and words of the records that pass them.
+        known: what has been asked once of a view of the store.
     """
 
     connection: Any
     process: int
     writing: bool
-    matched: tuple[Selection, np.ndarray] | None = None
+    known: dict[Any, Any] = field(default_factory=dict)
 
 
 class Server:
@@ -269,6 +270,16 @@ class Server:
         """The transaction that this thread is in."""
         found: Transaction | None = getattr(self._thread, "transaction", None)
         return found if found is not None and found.process == os.getpid() else None
+
+    def _once(self, key: Any, ask: Callable[[], Any]) -> Any:
+        """The answer to a question, which is asked once while the store is being read: its view does not change."""
+        inside = self._inside()
+        assert inside is not None, "called inside of a transaction"
+        if inside.writing:
+            return ask()
+        if key not in inside.known:
+            inside.known[key] = ask()
+        return inside.known[key]
 
     @property
     def _connection(self) -> Any:

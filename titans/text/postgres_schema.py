@@ -79,11 +79,10 @@ def prepare(connection: Any, schema: str, name: str) -> None:
     with connection.transaction():
         # In the whole database: the extension is made once for all schemas.
         connection.execute("SELECT pg_advisory_xact_lock(%s)", (lock_key("make"),))
-        _require_extension(connection, name)
+        where = quote(connection, _require_extension(connection, name))
         format = find_format(connection, schema, name)
         quoted = quote(connection, schema)
         connection.execute(f"CREATE SCHEMA IF NOT EXISTS {quoted}")
-        where = quote(connection, find_extension(connection)[0])
         connection.execute(f"SET LOCAL search_path = {quoted}, {where}")
         if format is None:
             connection.execute(SCHEMA)
@@ -134,7 +133,8 @@ def find_extension(connection: Any) -> tuple[str, str] | None:
     return row
 
 
-def _require_extension(connection: Any, name: str) -> None:
+def _require_extension(connection: Any, name: str) -> str:
+    """Makes pgvector known to the database, if it is not; returns the schema that it is in."""
     try:
         if find_extension(connection) is None:
             # Not in the store's own schema, which may be dropped while others need the extension.
@@ -146,8 +146,10 @@ def _require_extension(connection: Any, name: str) -> None:
         ) from error
     found = find_extension(connection)
     assert found is not None
-    if tuple(int(part) for part in found[1].split(".")[:2]) < OLDEST_PGVECTOR:
-        raise StoreError(f"{name} has pgvector {found[1]}; expected {'.'.join(map(str, OLDEST_PGVECTOR))} or newer")
+    schema, version = found
+    if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_PGVECTOR:
+        raise StoreError(f"{name} has pgvector {version}; expected {'.'.join(map(str, OLDEST_PGVECTOR))} or newer")
+    return schema
 
 
 def quote(connection: Any, name: str) -> str:

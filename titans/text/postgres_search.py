@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql as compose
 
 from titans.text.index import nearest_exact
-from titans.text.postgres_connection import CANDIDATES, Server, load_vector
+from titans.text.postgres_connection import CANDIDATES, Server, load_vectors
 from titans.text.postgres_schema import lock_key
 from titans.text.ranking import K1, MOST_POSTINGS, B, rarest
 from titans.text.store import WORD, Matches, Selection, Stemmer, Tests, checksum
@@ -62,6 +62,11 @@ class Finder(Server):
         self._stemmer = Stemmer()
         self._stems: dict[str, str] = {}
 
+    def get_meta(self, key: str) -> str | None:
+        """A fact about the store itself."""
+        found: str | None = self._once("meta", lambda: dict(self._all("SELECT key, value FROM meta"))).get(key)
+        return found
+
     # Vectors
 
     def nearest(self, selection: Selection, vectors: np.ndarray, many: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -100,7 +105,7 @@ class Finder(Server):
         """The same for many vectors, which are compared in this process."""
         found = self._all(f"SELECT seq, vector FROM vectors WHERE {rows.where} ORDER BY seq", rows.values)
         seqs = np.array([row[0] for row in found], dtype=np.int64)
-        matrix = np.stack([load_vector(row[1]) for row in found])
+        matrix = load_vectors([row[1] for row in found])
         best = [nearest_exact(matrix, vector, many) for vector in vectors]
         return [(seqs[places], cosines) for places, cosines in best]
 
@@ -192,37 +197,37 @@ class Finder(Server):
     def _totals(self, selection: Selection) -> tuple[int, int]:
         """How many records the scopes of a selection have, and how many words these."""
         where, values = of_scopes(selection, "user_id", "id")
-        count, words = self._one(
-            f"SELECT coalesce(sum(count), 0)::int8, coalesce(sum(words), 0)::int8 FROM scopes WHERE {where}", values
-        )
-        return count, words
+        sql = f"SELECT coalesce(sum(count), 0)::int8, coalesce(sum(words), 0)::int8 FROM scopes WHERE {where}"
+        found: tuple[int, int] = self._once((selection.user, selection.scopes), lambda: self._one(sql, values))
+        return found
 
     def _matching(self, selection: Selection) -> np.ndarray:
         """(3, n): numbers, scopes and lengths of the records of a selection that pass its tests, in their order."""
-        inside = self._inside()
-        assert inside is not None
-        if inside.matched is None or not _covers(inside.matched[0], selection):
+        known = self._inside()
+        assert known is not None
+        last: tuple[Selection, np.ndarray] | None = known.known.get("matching")
+        if last is None or not _covers(last[0], selection):
             where, values = of_scopes(selection, "r.user_id", "r.scope")
             where += passing(selection.tests, values)
             columns = self._one(
                 f"SELECT {_sent('seq')}, {_sent('scope')}, {_sent('words')} FROM records r WHERE {where}", values
             )
-            inside.matched = (selection, np.stack([*map(_to_numbers, columns)]))
-        rows = inside.matched[1]
+            last = known.known["matching"] = (selection, np.stack([*map(_to_numbers, columns)]))
+        rows = last[1]
         return rows if selection.scopes is None else rows[:, np.isin(rows[1], selection.scopes)]
 
     # The vector indexes of large users, which PostgreSQL keeps up to date. Those of another encoder have other rows.
 
     def _describe_index(self, user: int) -> tuple[str, str, int]:
         """The name that a user's index has or would have, the condition of its rows, and their width."""
-        facts = dict(self._all("SELECT key, value FROM meta WHERE key IN ('encoder', 'width')"))
-        encoder = facts.get("encoder", "")
+        encoder = self.get_meta("encoder") or ""
         where = f"user_id = {user} AND encoder = {compose.Literal(encoder).as_string(None)}"
-        return f"vectors_{user}_{checksum(encoder):08x}", where, int(facts.get("width", 0))
+        return f"vectors_{user}_{checksum(encoder):08x}", where, int(self.get_meta("width") or 0)
 
     def _find_index(self, user: int, width: int) -> Index | None:
         name, where, _ = self._describe_index(user)
-        valid = self._value("SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)", (name,))
+        sql = "SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)"
+        valid = self._once(name, lambda: self._value(sql, (name,)))
         return Index(_indexed(width), where, self._totals(Selection(user))[0]) if valid else None
 
     def _index_names(self) -> list[str]:
