@@ -54,7 +54,7 @@ class Ranking:
     surprise: float = 0.0
     constant: float = 4.0
     pool: int = 50
-    context: float = 0.5
+    context: float = 0.45
     candidates: int = 100
     near: float = 3.0
 
