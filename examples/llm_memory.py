@@ -24,7 +24,7 @@ with Memory(store) as memory:  # one process tells it things ...
     for text in TOLD:
         record = memory.add(text, user="ann", role="user")
         print(f"told {text!r}, surprise {record.surprise:.2f}")
-    print(f"said again, {TOLD[0]!r} would surprise it by {memory.surprise(TOLD[0], user='ann'):.2f}")
+    print(f"said again, {TOLD[0]!r} would surprise it by {memory.surprise(TOLD[0], user='ann').loss:.2f}")
 
 with Memory(store) as memory:  # ... and a later one asks
     found = memory.search("What is my dog's name?", user="ann", limit=2)

@@ -46,6 +46,7 @@ from titans.text.replay import Replay, advance
 from titans.text.search import Search, Voice
 from titans.text.sqlite import SqliteStore
 from titans.text.store import FORMAT, ScopeRow, Selection, State, Store
+from titans.text.surprise import LAST, Surprise, assess
 from titans.text.versions import LEAST_COSINE, find_older_version, is_statement
 
 BATCH = 1_000  # texts that are encoded and written at a time
@@ -311,7 +312,7 @@ class Memory:
         newer: dict[str, str] = {}
         for start in range(0, len(members), BATCH):
             part, before = members[start : start + BATCH], members[max(0, start - BATCH) : start]
-            near = self._near(row, vectors[part])
+            near = self._nearest_of(row, vectors[part], LEAST_COSINE)
             cosines = vectors[part] @ vectors[before + part].T
             for place, index in enumerate(part):
                 close = np.flatnonzero(cosines[place, : len(before) + place] >= LEAST_COSINE)
@@ -322,16 +323,16 @@ class Memory:
                     newer[id] = records[index].id
                     records[index] = replace(records[index], replaces=id)
 
-    def _near(self, row: ScopeRow, vectors: np.ndarray) -> list[list[tuple[Record, float]]]:
-        """For each vector the records of a scope that may be versions of the same statement, with their cosines."""
-        if not row.count:
+    def _nearest_of(self, row: ScopeRow, vectors: np.ndarray, least: float) -> list[list[tuple[Record, float]]]:
+        """For each vector the nearest records of a scope, with their cosines, which are ``least`` at least."""
+        if not row.count or not len(vectors):
             return [[] for _ in vectors]
         found = [
-            [(seq, value) for seq, value in zip(seqs.tolist(), cosines.tolist(), strict=True) if value >= LEAST_COSINE]
+            [(seq, value) for seq, value in zip(seqs.tolist(), cosines.tolist(), strict=True) if value >= least]
             for seqs, cosines in self.store.nearest(Selection(row.user, (row.id,)), vectors, NEAREST)
         ]
         records = self.store.records(sorted({seq for each in found for seq, _ in each}))
-        return [[(records[seq], cosine) for seq, cosine in each if seq in records] for each in found]
+        return [[(records[seq], cosine) for seq, cosine in each] for each in found]
 
     def _newest_version(self, id: str, newer: Mapping[str, str]) -> str:
         """The last of the versions of a statement; ``newer`` has those that are not in the store yet."""
@@ -620,11 +621,22 @@ class Memory:
 
     def surprise(
         self, text: str, *, user: str = "default", agent: str | None = None, session: str | None = None
-    ) -> float:
-        """How surprising a text would be to a scope, without writing it."""
+    ) -> Surprise:
+        """What is surprising about a text to exactly this scope, in parts; without writing it."""
         vector = self.encoder.encode([check_text(text)])
-        memory = self.scope_memory(user=user, agent=agent, session=session)
-        return float(self.neural.write(memory, torch.from_numpy(vector))[1][0])
+        with self.store.reading():
+            row = self.store.find_scope(Scope(user, agent, session))
+            if row is None:
+                memory, last, near = self.neural.empty(), vector[:0], []
+            else:
+                self._check_fits()
+                memory, last = (
+                    self._memory_of(row),
+                    self._vectors(self.store.scope_seqs(row.id, max(0, row.count - LAST))),
+                )
+                near = self._nearest_of(row, vector, -1.0)[0]
+        loss = float(self.neural.write(memory, torch.from_numpy(vector))[1][0])
+        return assess(text, vector[0], loss, last, near)
 
     def scope_memory(
         self, *, user: str = "default", agent: str | None = None, session: str | None = None

@@ -594,9 +594,9 @@ class PostgresStore(Finder, Store):
 
     # Erasing
 
-    def weighed(self) -> list[tuple[int, float, int, int]]:
-        """(number, surprise, uses, bytes) of every record: what eviction chooses from."""
-        return self._all("SELECT seq, surprise, uses, octet_length(text) FROM records ORDER BY seq")
+    def weighed(self) -> list[tuple[int, float, int, str]]:
+        """(number, surprise, uses and repeats, text) of every record, in their order."""
+        return self._all("SELECT seq, surprise, uses + repeats, text FROM records ORDER BY seq")
 
     def begin_erasing(self) -> None:
         """Nothing more: what is erased goes with the transaction."""

@@ -116,7 +116,6 @@ def choose_evicted(
     Returns:
         the sequence numbers of those to evict.
     """
-    rows = [(*row[:3], "x" * row[3] if isinstance(row[3], int) else row[3]) for row in rows]  # until stores give texts
     seqs = np.array([row[0] for row in rows], dtype=np.int64)
     if eviction.policy == "fifo":
         worth = np.arange(len(rows), dtype=np.float64)

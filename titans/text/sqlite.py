@@ -557,9 +557,9 @@ class SqliteStore(Database, Store):
         )
         return {}
 
-    def weighed(self) -> list[tuple[int, float, int, int]]:
-        """(number, surprise, uses, bytes) of every record: what eviction chooses from."""
-        return self._all("SELECT seq, surprise, uses, length(CAST(text AS BLOB)) FROM records ORDER BY seq")
+    def weighed(self) -> list[tuple[int, float, int, str]]:
+        """(number, surprise, uses and repeats, text) of every record, in their order."""
+        return self._all("SELECT seq, surprise, uses + repeats, text FROM records ORDER BY seq")
 
     def lock_scopes(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:
         """The scopes of some records, each with its own; records that are not there are left out."""

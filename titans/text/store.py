@@ -305,8 +305,8 @@ class Store(ABC):
     # Erasing
 
     @abstractmethod
-    def weighed(self) -> list[tuple[Any, ...]]:
-        """What eviction chooses from: see :func:`titans.text.ranking.choose_evicted`."""
+    def weighed(self) -> list[tuple[int, float, int, str]]:
+        """(number, surprise, uses and repeats, text) of every record, in their order: what eviction chooses from."""
 
     @abstractmethod
     def begin_erasing(self) -> None:
