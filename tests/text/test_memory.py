@@ -566,13 +566,19 @@ def test_a_search_is_the_same_whether_memories_are_kept_or_replayed(
         memory.add(text, session="one")
     memory.add_many(FACTS, session="two")
     memory.search("Anna")  # so that the memories are kept, ready to be read
-    memory.delete(memory.add(SECRET, session="one").id)
-    kept = memory.search("Where does Anna live?", limit=30)
-    again = open_memory().search("Where does Anna live?", limit=30)
-    assert [(hit.record.id, hit.score, hit.neural) for hit in kept] == [
-        (hit.record.id, hit.score, hit.neural) for hit in again
-    ]
-    assert len(kept) == 23
+    other = open_memory()
+    for change in (
+        lambda: memory.delete(memory.add(SECRET, session="one").id),
+        lambda: other.add(CITIES[0], session="two"),
+        lambda: other.update(memory.records(session="one")[3].id, CITIES[1]),
+    ):
+        change()
+        kept = memory.search("Where does Anna live?", limit=30)
+        again = open_memory().search("Where does Anna live?", limit=30)
+        assert [(hit.record.id, hit.score, hit.neural) for hit in kept] == [
+            (hit.record.id, hit.score, hit.neural) for hit in again
+        ]
+    assert len(kept) == 24
 
 
 def test_what_is_told_again_is_counted_and_not_stored_again(open_memory: Opener) -> None:
@@ -665,6 +671,13 @@ def test_a_newest_version_that_the_question_did_not_find_takes_the_place_of_the_
     assert found.hits[0].bm25 is None  # the words named another
 
 
+def test_a_version_that_the_question_names_stays_where_it_is(open_memory: Opener) -> None:
+    memory = open_memory()
+    memory.add_many(CITIES)
+    assert texts_of(memory.search("Does Ann live in Oslo?"))[0] == CITIES[0]
+    assert memory.search("Does Ann live in Oslo?").hits[0].replaced_by == memory.records(limit=1)[0].id
+
+
 @pytest.mark.parametrize("together", [False, True])
 def test_a_version_that_is_told_again_is_the_newest(open_memory: Opener, together: bool) -> None:
     memory = open_memory()
@@ -728,9 +741,12 @@ def test_a_text_that_says_something_else_leaves_the_versions(open_memory: Opener
 
 
 def test_versions_are_ordered_across_one_that_a_filter_leaves_out(open_memory: Opener) -> None:
-    memory = open_memory()
-    memory.add_many(CITIES, metadata=[{"n": 1}, {"n": 2}, {"n": 1}])
-    assert texts_of(memory.search("Where does Ann live?", filters={"n": 1})) == [CITIES[2], CITIES[0]]
+    memory = open_memory(ranking=Ranking(cosine=0, neural=0))  # which prefers the shorter text
+    texts = [*CITIES[:2], "Ann lives in Rome these days."]
+    memory.add_many(texts, metadata=[{"n": 1}, {"n": 2}, {"n": 1}])
+    found = memory.search("Where does Ann live?", filters={"n": 1})
+    assert texts_of(found) == [texts[2], texts[0]]
+    assert [hit.bm25_rank for hit in found] == [2, 1]
 
 
 def test_versions_are_of_one_scope_and_one_role(open_memory: Opener) -> None:
