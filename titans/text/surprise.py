@@ -47,7 +47,7 @@ def assess(
     """
     # What it says most of the same as: an older version of that statement would always differ.
     old = max(nearest, key=lambda each: likeness(text, each[0].text, each[1]), default=None)
-    certain = contradiction(text, old[0].text, old[1]) if old is not None else 0.0
+    certain = contradiction(text, old[0].text, old[1]) if old is not None and old[0].text != text else 0.0
     return Surprise(
         loss=loss,
         drift=1 - float((last @ vector).max(initial=0.0)),

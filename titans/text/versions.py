@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import statistics
 from collections.abc import Sequence
 
 from titans.text.details import CALENDAR, SELF, WORD, split_speaker
@@ -11,6 +12,8 @@ from titans.text.records import Record
 
 ALIKE = 0.64  # likeness from which on a text replaces an older one; chosen on generated facts, see docs/log.md
 OVERLAP = 0.25  # what the same words add to the cosine
+APART = 0.15  # by how much it has to be more alike than most of what else is said of the subject
+SAME_WORDS = 3  # around one place where two statements differ: "I live in" is enough, whatever the cosine
 LEAST_COSINE = ALIKE - OVERLAP  # of two versions
 MOST_WORDS = 20  # of a statement; what is longer says several things
 _END = re.compile(r"[.!?…]+(?=\s+\W*[A-Z]|\s*$)")
@@ -44,8 +47,9 @@ def likeness(new: str, old: str, cosine: float) -> float:
     mine, theirs = ({plain for _, plain in each} for each in (words, others))
     if (subject not in theirs and subject_of_other not in mine) or mine & theirs & _BESIDE:
         return 0.0
+    alike = ALIKE if len(mine & theirs) >= SAME_WORDS and _differ_in_one_place(new, old) else 0.0
     mine, theirs = (each - STOP_WORDS - {subject, subject_of_other} for each in (mine, theirs))
-    return cosine + OVERLAP * len(mine & theirs) / max(1, len(mine | theirs))
+    return max(alike, cosine + OVERLAP * len(mine & theirs) / max(1, len(mine | theirs)))
 
 
 def find_older_version(new: Record, candidates: Sequence[tuple[Record, float]]) -> Record | None:
@@ -57,7 +61,10 @@ def find_older_version(new: Record, candidates: Sequence[tuple[Record, float]]) 
     """
     found = [(likeness(new.text, old.text, cosine), old) for old, cosine in candidates if old.role == new.role]
     value, best = max(found, key=lambda each: each[0], default=(0.0, None))
-    return best if value >= ALIKE else None
+    others = sorted(alike for alike, old in found if alike and old is not best)
+    if value < ALIKE or (len(others) > 1 and value - statistics.median(others) < APART):
+        return None
+    return best
 
 
 def contradiction(new: str, old: str, cosine: float) -> float:
