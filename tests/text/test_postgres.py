@@ -466,6 +466,29 @@ def test_writers_that_lock_many_scopes_never_wait_in_a_circle(open_store: Callab
     assert stores[0].check() == []
 
 
+def test_a_user_who_is_erased_while_another_writes_is_erased_in_the_end(
+    open_store: Callable[..., PostgresStore],
+) -> None:
+    one, other = open_store(), open_store()
+    mark(one)
+    write(one, new_records(random.Random(0), [Scope("ann")], 1), unit(np.random.default_rng(0), 1))
+
+    def erase() -> None:
+        with one.writing():
+            for number in one.matching_scopes(Scope("ann"), below=True):
+                one.remove_scope(number)
+
+    with pytest.raises(RuntimeError), other.writing():
+        other.make_scope(Scope("ann", "helper"))
+        erase()
+        with one.reading():
+            assert one._user_id("ann") is not None  # the other one's scope needs it
+        raise RuntimeError
+    erase()
+    with one.reading():
+        assert one._user_id("ann") is None
+
+
 def test_uses_of_a_record_that_another_is_changing_are_added_later(open_store: Callable[..., PostgresStore]) -> None:
     one, other = open_store(), open_store()
     mark(one)

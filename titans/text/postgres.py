@@ -204,14 +204,17 @@ class PostgresStore(Finder, Store):
         for table in ("states", "events"):
             self._run(f"DELETE FROM {table} WHERE scope = %s", (scope,))
         self._run("DELETE FROM scopes WHERE id = %s", (scope,))
-        # Whoever is making another scope of the user has locked the row, which then stays.
-        self._run(
-            "DELETE FROM users WHERE id IN (SELECT u.id FROM users u WHERE u.id = %s"
-            " AND NOT EXISTS (SELECT 1 FROM scopes WHERE user_id = u.id) FOR UPDATE SKIP LOCKED)",
-            (user,),
-        )
+        self._remove_user("id", user)
         self._log([("delete_all", scope, None, None, None, None)])
         return int(removed)
+
+    def _remove_user(self, column: str, value: Any) -> None:
+        """Removes a user without scopes, unless somebody is making one, who has locked the row."""
+        self._run(
+            f"DELETE FROM users WHERE id IN (SELECT u.id FROM users u WHERE u.{column} = %s"
+            " AND NOT EXISTS (SELECT 1 FROM scopes WHERE user_id = u.id) FOR UPDATE SKIP LOCKED)",
+            (value,),
+        )
 
     def list_scopes(self, user: str | None) -> list[tuple[Scope, int]]:
         """Every scope that has records, or those of a user, and how many records each has."""
@@ -225,8 +228,12 @@ class PostgresStore(Finder, Store):
     def matching_scopes(self, scope: Scope, below: bool) -> list[int]:
         """The numbers of the exact scope, or of all scopes ``below`` the names given; of those without records too."""
         inside = self._inside()
-        locked = inside is not None and inside.writing
-        return [row[0] for row in self._matching_scopes(scope, below, "FOR UPDATE OF s" if locked else "")]
+        if inside is None or not inside.writing:
+            return [row[0] for row in self._matching_scopes(scope, below, "")]
+        found = [row[0] for row in self._matching_scopes(scope, below, "FOR UPDATE OF s")]
+        if not found:  # somebody who was making a scope while the last one was removed may have failed
+            self._remove_user("name", scope.user)
+        return found
 
     def _matching_scopes(self, scope: Scope, below: bool, lock: str) -> list[tuple[int, int, int, int]]:
         """(number, user, count, words) of scopes."""
