@@ -28,7 +28,7 @@ from titans.text.training import (
     draw_episodes,
     encode_sessions,
     evaluate,
-    generate_session,
+    generate_sessions,
     rank_texts,
     read_transcripts,
     split_sessions,
@@ -215,6 +215,8 @@ def test_sessions_become_one_row_of_texts(encoder: TextEncoder) -> None:
     texts = encode_sessions(make_sessions([3, 2], True), encoder)
     assert texts.follows.tolist() == [False, True, True, False, True]
     assert texts.answers.tolist() == [0, 2, 3]
+    facts = generate_sessions(5, random.Random(0))
+    assert not encode_sessions(facts, encoder).follows.any()
     words = ["what is 0 of 0", "what is 2 of 0", "what is 0 of 1"]
     torch.testing.assert_close(texts.asked, torch.from_numpy(encoder.encode(words)))
     torch.testing.assert_close(texts.written[3:4], torch.from_numpy(encoder.encode(["message 0 of 1"])))
@@ -241,7 +243,8 @@ def test_what_is_held_out_is_not_trained_on(sizes: list[int], part: float, seed:
 def test_generated_facts_never_contradict_each_other_and_tests_have_their_own() -> None:
     rng = random.Random(0)
     for _ in range(50):
-        assert len({question for message in generate_session(6, rng) for question in message.questions}) == 12
+        messages = [message for session in generate_sessions(6, rng) for message in session]
+        assert len({question for message in messages for question in message.questions}) == 12
     train, test = ({fact.text for fact in generate_facts(200, rng, part)} for part in ("train", "test"))
     assert len(train) == len(test) == 200 and not train & test
     with pytest.raises(ValueError, match="count is 241; expected 0 to 240"):

@@ -156,10 +156,10 @@ def _words(value: object, name: str, where: str) -> str:
     return value.strip()
 
 
-def generate_session(size: int, rng: random.Random, part: str = "train") -> Session:
-    """Facts about people, each stated in one of two ways and with two questions."""
+def generate_sessions(size: int, rng: random.Random, part: str = "train") -> list[Session]:
+    """Facts about people, each stated in one of two ways, with two questions; a session each: none follows another."""
     facts = generate_facts(size, rng, part)
-    return [Message(rng.choice([fact.text, fact.paraphrase]), fact.questions) for fact in facts]
+    return [[Message(rng.choice([fact.text, fact.paraphrase]), fact.questions)] for fact in facts]
 
 
 def split_sessions(
@@ -333,7 +333,7 @@ def train_memory(
         return encode_sessions(some, cached)
 
     def generate(count: int, part: str) -> list[Texts]:
-        return [encode([generate_session(settings.written, rng, part)]) for _ in range(count)]
+        return [encode(generate_sessions(settings.written, rng, part)) for _ in range(count)]
 
     train, kept = [], []
     if sessions:
