@@ -47,11 +47,11 @@ def test_a_memory_is_trained_on_a_transcript_and_loaded(
 
     code, said = call(str(talk), "--out", str(out), "--encoder", bert, "--quick", capsys=capsys)
     assert code == 2 and "has a text memory in it; expected a new folder, or --overwrite to replace it" in said
-    flags = ("--first-order", "--neighbours", "3", "--data-dependent", "--associate", "previous", "--seed", "3")
+    flags = ("--first-order", "--neighbours", "3", "--data-dependent", "--seed", "3")
     code, said = call(str(talk), "--out", str(out), "--encoder", bert, "--quick", "--overwrite", *flags, capsys=capsys)
     assert code == 0
     config = NeuralTextMemory.load(out).config
-    assert (config.first_order, config.data_dependent, config.associate, config.seed) == (True, True, "previous", 3)
+    assert (config.first_order, config.data_dependent, config.seed) == (True, True, 3)
     settings = json.loads((out / "figures.json").read_text())["settings"]
     assert (settings["neighbours"], settings["generated"], settings["seed"]) == (3, 0, 3)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["memory", "talk.txt"]
@@ -69,7 +69,6 @@ def test_without_data_the_episodes_are_generated(bert: str, tmp_path: Path, caps
         ("", [], "talk.txt has no messages in it"),
         (None, [], "talk.txt: No such file or directory"),
         ("a\n" * 20, ["--learning-rate", "0"], "learning_rate is 0.0; expected a positive number"),
-        ("a\n" * 20, ["--associate", "next"], "associate is 'next'; expected one of self, previous"),
         ("a\n" * 20, ["--encoder", "/nowhere"], "/nowhere is not there; expected a folder of a BERT-like model"),
     ],
 )

@@ -22,7 +22,6 @@ SMALL = NeuralConfig(width=12, dim=8, depth=2, bias=True, theta=0.01, alpha=0.02
 SETTINGS = {
     "fixed gates": SMALL,
     "gates from the text": replace(SMALL, data_dependent=True),
-    "key of the text before": replace(SMALL, associate="previous"),
     "one layer, no bias": replace(SMALL, depth=1, bias=False),
     "as the paper writes it": replace(SMALL, bounded=False, theta=0.02),
 }
@@ -58,9 +57,8 @@ def define(memory: NeuralTextMemory, texts: Tensor) -> tuple[MemoryState, Tensor
     rest = [weight[None, None] for weight in memory.initial]
     surprises = []
     for t in range(len(texts)):
-        source = texts[max(t - 1, 0)] if config.associate == "previous" else texts[t]
         x = memory.project(texts[t])
-        k = F.normalize(memory.to_key(memory.project(source)), dim=-1)[None, None, None]
+        k = F.normalize(memory.to_key(x), dim=-1)[None, None, None]
         v = F.normalize(memory.to_value(x), dim=-1)[None, None, None]
         surprises.append((memory.network(state.weights, k) - v).square().sum())
         gates = torch.tensor([config.theta, config.eta, config.alpha], dtype=x.dtype)
@@ -240,7 +238,7 @@ def test_gates_start_where_fixed_ones_stand() -> None:
 def test_every_parameter_gets_a_gradient(first_order: bool) -> None:
     memory = shaken(replace(SMALL, data_dependent=True, first_order=first_order))
     texts = vectors(24).view(4, 6, 12)
-    state, surprise = memory.write_chunk(memory.create(4), texts, texts[:, :0])
+    state, surprise = memory.write_chunk(memory.create(4), texts)
     (surprise.sum() + memory.unexpected([state], texts).sum()).backward()
     for name, parameter in memory.named_parameters():
         assert parameter.grad is not None and float(parameter.grad.abs().sum()) > 0, name
@@ -249,16 +247,16 @@ def test_every_parameter_gets_a_gradient(first_order: bool) -> None:
 def test_the_scopes_of_a_batch_do_not_meet() -> None:
     memory = shaken(SMALL).double()
     texts = vectors(24).double().view(4, 6, 12)
-    state, surprise = memory.write_chunk(memory.create(4), texts, texts[:, :0])
+    state, surprise = memory.write_chunk(memory.create(4), texts)
     for row in range(4):
-        alone, expected = memory.write_chunk(memory.create(1), texts[row : row + 1], texts[:1, :0])
+        alone, expected = memory.write_chunk(memory.create(1), texts[row : row + 1])
         torch.testing.assert_close(surprise[row : row + 1], expected)
         torch.testing.assert_close(state.weights[0][row : row + 1], alone.weights[0])
 
 
 @pytest.mark.parametrize("count", [0, 3, 16, 40])
 def test_packed_and_unpacked_is_the_same_memory(count: int) -> None:
-    memory = shaken(replace(SMALL, associate="previous"))
+    memory = shaken(SMALL)
     scope, _ = memory.write(memory.empty(), vectors(count))
     again = memory.unpack(memory.pack(scope))
     assert again.count == count and memory.pack(again) == memory.pack(scope)
@@ -278,12 +276,12 @@ def test_bytes_that_are_no_memory_are_refused() -> None:
 
 
 def test_the_default_is_the_same_everywhere() -> None:
-    assert NeuralTextMemory.default().fingerprint == "4989d68ada663332"
+    assert NeuralTextMemory.default().fingerprint == "7bb60f2364fe126a"
 
 
 def test_the_fingerprint_changes_with_every_parameter_and_every_setting() -> None:
     known = {NeuralTextMemory(SMALL).fingerprint}
-    for change in ({"seed": 1}, {"theta": 0.02}, {"associate": "previous"}, {"chunk_size": 8}):
+    for change in ({"seed": 1}, {"theta": 0.02}, {"bounded": False}, {"chunk_size": 8}):
         known.add(NeuralTextMemory(replace(SMALL, **change)).fingerprint)  # type: ignore[arg-type]
     count = 5
     memory = NeuralTextMemory(SMALL)
@@ -361,7 +359,6 @@ def test_a_folder_of_an_earlier_release_is_refused_in_one_sentence(tmp_path: Pat
         ({"theta": 1.5}, r"theta is 1.5; expected a number in \[0, 1\]"),
         ({"theta": 0.0, "data_dependent": True}, "theta is 0.0; expected a number between 0 and 1 for gates"),
         ({"theta": float("nan")}, "theta is nan"),
-        ({"associate": "next"}, "associate is 'next'; expected one of self, previous"),
         ({"depth": "2"}, "depth is '2'; expected a value of type int"),
         ({"width": True}, "width is True; expected a value of type int"),
     ],
@@ -372,7 +369,7 @@ def test_a_wrong_setting_is_one_sentence(change: dict[str, object], words: str) 
 
 
 def test_settings_go_to_a_dict_and_back() -> None:
-    config = replace(SMALL, associate="previous", theta=0.5)
+    config = replace(SMALL, bounded=False, theta=0.5)
     assert NeuralConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
 
 
@@ -383,4 +380,4 @@ def test_wrong_vectors_are_one_sentence() -> None:
     with pytest.raises(ValueError, match="vectors has values that are NaN or infinite"):
         memory.write(memory.empty(), torch.full((1, 12), torch.nan))
     with pytest.raises(ValueError, match="vectors has 17 texts; expected no more than a chunk of 16"):
-        memory.write_chunk(memory.create(), torch.zeros(1, 17, 12), torch.zeros(1, 0, 12))
+        memory.write_chunk(memory.create(), torch.zeros(1, 17, 12))

@@ -48,9 +48,6 @@ def train(
     data_dependent: Annotated[
         bool, typer.Option(help="Learn step, momentum and forgetting as functions of the text.")
     ] = False,
-    associate: Annotated[
-        str, typer.Option(help="Which text serves as the key: self, or previous for the one before it.")
-    ] = "self",
     encoder: Encoder = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the starting weights and the episodes.")] = 0,
     quick: Annotated[bool, typer.Option("--quick", help="Train two short epochs, to see that it works.")] = False,
@@ -82,12 +79,12 @@ def train(
         )
         if quick:
             settings = replace(settings, epochs=min(epochs, 2), generated=min(settings.generated, 4))
-        config = NeuralConfig(
-            first_order=not second_order, data_dependent=data_dependent, associate=associate, seed=seed
-        )
         with bar("loading") as show:
             loaded = TextEncoder.load(encoder)
-            result = train_memory(sessions, loaded, replace(config, width=loaded.width, dim=0), settings, show)
+            config = NeuralConfig(
+                width=loaded.width, first_order=not second_order, data_dependent=data_dependent, seed=seed
+            )
+            result = train_memory(sessions, loaded, config, settings, show)
         result.memory.save(out, result.figures, overwrite)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error

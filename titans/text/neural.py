@@ -21,7 +21,6 @@ from titans.files import write_json
 from titans.ops import MemoryMLP, MemoryState, neural_memory_chunked
 from titans.ops.state import read_tensors, write_tensors
 
-ASSOCIATIONS = ("self", "previous")
 FORMAT, VERSION = "titans.NeuralTextMemory", "2"
 CONFIG_FILE, WEIGHTS_FILE, FIGURES_FILE = "config.json", "memory.safetensors", "figures.json"
 GRID = 2.0**20  # starting weights are multiples of its inverse, so that every machine makes the same
@@ -43,7 +42,6 @@ class NeuralConfig:
         bounded: divide each step by how far it moves the answer and by how crowded its chunk is, so that the memory
             stays finite whatever is written to it; off is the rule as the paper writes it.
         first_order: training treats the weights at which the memory takes its gradient as constants.
-        associate: ``"self"``: key and value are of the same text; ``"previous"``: the key is of the text before it.
         seed: of the starting weights.
     """
 
@@ -58,11 +56,10 @@ class NeuralConfig:
     chunk_size: int = 16
     bounded: bool = True
     first_order: bool = False
-    associate: str = "self"
     seed: int = 0
 
     def __post_init__(self) -> None:
-        kinds = {"int": (int,), "float": (int, float), "bool": (bool,), "str": (str,)}
+        kinds = {"int": (int,), "float": (int, float), "bool": (bool,)}
         for field in fields(self):
             value, kind = getattr(self, field.name), str(field.type)
             if not isinstance(value, kinds[kind]) or (kind != "bool" and isinstance(value, bool)):
@@ -76,8 +73,6 @@ class NeuralConfig:
                 raise ValueError(f"{name} is {value}; expected a number in [0, 1]")
             if self.data_dependent and not 0 < value < 1:
                 raise ValueError(f"{name} is {value}; expected a number between 0 and 1 for gates to start from")
-        if self.associate not in ASSOCIATIONS:
-            raise ValueError(f"associate is {self.associate!r}; expected one of {', '.join(ASSOCIATIONS)}")
         object.__setattr__(self, "dim", self.dim or self.width)
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,13 +96,11 @@ class ScopeMemory:
     Attributes:
         sealed: the memory after all whole chunks, batch 1 and one head.
         open: (m, width), the vectors of the texts since; fewer than a chunk.
-        before: (0 or 1, width), the vector of the last text of the whole chunks.
         count: texts in all.
     """
 
     sealed: MemoryState
     open: Tensor
-    before: Tensor
     count: int
 
 
@@ -168,7 +161,7 @@ class NeuralTextMemory(nn.Module):
         """The memory of a scope without texts."""
         none = self.to_dim.weight.new_zeros(0, self.config.width)
         with torch.no_grad():
-            return ScopeMemory(self.create().map(torch.clone), none, none, 0)
+            return ScopeMemory(self.create().map(torch.clone), none, 0)
 
     @torch.no_grad()
     def write(self, memory: ScopeMemory, vectors: Tensor) -> tuple[ScopeMemory, Tensor]:
@@ -184,25 +177,24 @@ class NeuralTextMemory(nn.Module):
         vectors = self._check(vectors)
         size, known = self.config.chunk_size, len(memory.open)
         waiting = torch.cat([memory.open, vectors])
-        sealed, before = memory.sealed, memory.before
-        surprises = []
+        sealed, surprises = memory.sealed, []
         for chunk in waiting.split(size):
             # Always the shape of a whole chunk: another shape may round differently. The padding comes after the texts
             # and has no influence on them.
             padded = F.pad(chunk, (0, 0, 0, size - len(chunk)))
-            state, surprise = self.write_chunk(sealed, padded[None], before[None])
+            state, surprise = self.write_chunk(sealed, padded[None])
             surprises.append(surprise[0, : len(chunk)])
             if len(chunk) == size:
-                sealed, before, waiting = state, chunk[-1:].clone(), waiting[size:]
+                sealed, waiting = state, waiting[size:]
         new = torch.cat([*surprises, vectors.new_zeros(0)])[known:]
-        return ScopeMemory(sealed, waiting.clone(), before, memory.count + len(vectors)), new
+        return ScopeMemory(sealed, waiting.clone(), memory.count + len(vectors)), new
 
     @torch.no_grad()
     def current(self, memory: ScopeMemory) -> MemoryState:
         """The memory after all its texts, those of the open chunk included."""
         if not len(memory.open):
             return memory.sealed
-        return self.write_chunk(memory.sealed, memory.open[None], memory.before[None])[0]
+        return self.write_chunk(memory.sealed, memory.open[None])[0]
 
     def answer(self, state: MemoryState, x: Tensor) -> Tensor:
         """M(W_Q x), (batch, n, dim) -> (batch, n, dim)."""
@@ -213,10 +205,10 @@ class NeuralTextMemory(nn.Module):
     def unexpected(self, states: Sequence[MemoryState], vectors: Tensor) -> Tensor:
         """What memories leave of questions: z = x, then z - M(W_Q z) for each of them, of length 1.
 
-        A memory whose keys and values are of the same text (``associate="self"``) has learned what its texts have in
-        common: the names of the speakers, what they always talk about. What is left of a question without that is what
-        tells one text from the others. With M the ridge regression of the texts X on themselves the rest is
-        (X^T X + lambda)^-1 x up to a factor: the question, whitened by the scope's own texts.
+        Key and value are of the same text, so a memory has learned what its texts have in common: the names of the
+        speakers, what they always talk about. What is left of a question without that is what tells one text from the
+        others. With M the ridge regression of the texts X on themselves the rest is (X^T X + lambda)^-1 x up to a
+        factor: the question, whitened by the scope's own texts.
 
         Args:
             states: of the scopes that are searched, the last written first. A linear memory that learns without
@@ -232,24 +224,9 @@ class NeuralTextMemory(nn.Module):
             z = _unit(z - self.answer(state, z))
         return z.reshape(*vectors.shape[:-1], -1)
 
-    def associate(self, vectors: Tensor, before: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What is written for the texts of a chunk.
-
-        Args:
-            vectors: (batch, n, width), the chunk's texts.
-            before: (batch, 0 or 1, width), the text before them, if there is one.
-
-        Returns:
-            unit keys and values, and the projected texts, (batch, n, dim) each.
-        """
-        if self.config.associate == "self":
-            before = before[:, :0]
-        x = self.project(torch.cat([before, vectors], dim=1))
-        new = x[:, before.shape[1] :]
-        source = new
-        if self.config.associate == "previous":  # the first text of all follows itself
-            source = x[:, :-1] if before.shape[1] else torch.cat([x[:, :1], x[:, :-1]], dim=1)
-        return _unit(self.to_key(source)), _unit(self.to_value(new)), new
+    def associate(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit keys and values of projected texts, (..., dim) each."""
+        return _unit(self.to_key(x)), _unit(self.to_value(x))
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """theta, alpha, eta (batch, 1, n) for projected texts (batch, n, dim)."""
@@ -261,13 +238,12 @@ class NeuralTextMemory(nn.Module):
         theta, alpha, eta = (x.new_full(shape, value) for value in (config.theta, config.alpha, config.eta))
         return theta, alpha, eta
 
-    def write_chunk(self, state: MemoryState, vectors: Tensor, before: Tensor) -> tuple[MemoryState, Tensor]:
+    def write_chunk(self, state: MemoryState, vectors: Tensor) -> tuple[MemoryState, Tensor]:
         """Writes at most a chunk to several scopes at once, with gradients.
 
         Args:
             state: the memory at the chunk's start.
             vectors: (batch, n, width), n no more than ``chunk_size``.
-            before: (batch, 0 or 1, width), the text before them, if there is one.
 
         Returns:
             the memory after the texts, and how surprising each was (batch, n).
@@ -275,7 +251,8 @@ class NeuralTextMemory(nn.Module):
         size = self.config.chunk_size
         if vectors.shape[1] > size:
             raise ValueError(f"vectors has {vectors.shape[1]} texts; expected no more than a chunk of {size}")
-        k, v, x = self.associate(vectors, before)
+        x = self.project(vectors)
+        k, v = self.associate(x)
         theta, alpha, eta = self.gates(x)
         # The query of text t is the key of text t + 1: its answer is what the memory knows when that text comes.
         following = torch.cat([k[:, 1:], k[:, -1:]], dim=1)
@@ -302,7 +279,7 @@ class NeuralTextMemory(nn.Module):
         """A scope's memory as bytes, every bit of it."""
         from safetensors.torch import save
 
-        tensors = {"open": memory.open, "before": memory.before, "count": torch.tensor(memory.count)}
+        tensors = {"open": memory.open, "count": torch.tensor(memory.count)}
         for name, group in (("weights", memory.sealed.weights), ("momentum", memory.sealed.momentum)):
             tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(group)}
         return save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
@@ -319,7 +296,6 @@ class NeuralTextMemory(nn.Module):
         width, depth = self.config.width, self.config.depth
         count = int(tensors["count"]) if "count" in tensors and tensors["count"].ndim == 0 else -1
         shapes = {"open": (count % self.config.chunk_size, width), "count": ()}
-        shapes["before"] = (int(count >= self.config.chunk_size), width)
         for group in ("weights", "momentum"):
             shapes |= {f"{group}.{i}": (1, 1, *weight.shape) for i, weight in enumerate(self.initial)}
         found = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -333,7 +309,7 @@ class NeuralTextMemory(nn.Module):
             [tensors[f"{group}.{i}"].to(device) for i in range(depth)] for group in ("weights", "momentum")
         )
         sealed = MemoryState.create(weights, momentum)
-        return ScopeMemory(sealed, tensors["open"].to(device), tensors["before"].to(device), count)
+        return ScopeMemory(sealed, tensors["open"].to(device), count)
 
     def save(self, folder: str | Path, figures: Mapping[str, Any] | None = None, overwrite: bool = False) -> None:
         """Writes config, weights and ``figures`` to a folder, under a temporary name first.

@@ -229,10 +229,9 @@ def _draw_episode(texts: Texts, start: int, stop: int, neighbours: int, rng: ran
 
 def write_texts(neural: NeuralTextMemory, vectors: Tensor) -> MemoryState:
     """The memory after texts (n, width), with gradients."""
-    state, before = neural.create(), vectors[None, :0]
+    state = neural.create()
     for chunk in vectors[None].split(neural.config.chunk_size, dim=1):
-        state, _ = neural.write_chunk(state, chunk, before)
-        before = chunk[:, -1:]
+        state, _ = neural.write_chunk(state, chunk)
     return state
 
 
