@@ -322,8 +322,8 @@ def test_surprise_without_writing_is_what_writing_says(open_memory: Opener) -> N
     before = bits(memory)
     asked = memory.surprise("The moon is made of stone.")
     assert bits(memory) == before
-    assert memory.add("The moon is made of stone.").surprise == asked
-    assert memory.surprise("The moon is made of stone.") < asked
+    assert memory.add("The moon is made of stone.").surprise == asked.loss
+    assert memory.surprise("The moon is made of stone.").loss < asked.loss
 
 
 def test_an_export_makes_the_same_store_elsewhere(open_memory: Opener, tmp_path: Path) -> None:
@@ -443,7 +443,7 @@ def test_a_reindex_that_fails_leaves_the_old_store(open_plain: Opener, other_enc
     assert memory.search(TEXTS[2]).hits[0].record.text == TEXTS[2]
 
 
-@pytest.mark.parametrize("policy", ["surprise", "fifo", "random", "longest"])
+@pytest.mark.parametrize("policy", ["informative", "fifo", "random", "longest"])
 def test_a_limited_store_keeps_what_its_policy_says(open_memory: Opener, policy: str) -> None:
     memory = open_memory(limit=6, eviction=policy)
     texts = [FACTS[0], *(f"{FACTS[1]} {'again ' * index}" for index in range(6)), FACTS[2], FACTS[3]]
@@ -454,7 +454,7 @@ def test_a_limited_store_keeps_what_its_policy_says(open_memory: Opener, policy:
     left = [record.text for record in reversed(memory.records())]
     if policy == "fifo":
         assert left == texts[-6:]
-    if policy == "surprise":
+    if policy == "informative":
         assert FACTS[0] in left
     if policy == "longest":
         assert texts[6] in left and FACTS[0] not in left
@@ -465,7 +465,7 @@ def test_a_limited_store_keeps_what_its_policy_says(open_memory: Opener, policy:
 
 
 def test_what_is_used_is_kept(open_plain: Opener) -> None:
-    memory = open_plain(limit=4, eviction=Eviction(surprise=0, recency=0.1, uses=1))
+    memory = open_plain(limit=4, eviction=Eviction(details=0, surprise=0))
     record = memory.add(FACTS[0])
     for _ in range(3):
         memory.search("Where does Anna live?", limit=1)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,16 +51,18 @@ def take(memory: Memory, ids: dict[str, list[str]], call: tuple[str, str, str | 
         return record.surprise, record.repeats
     if kind == "search":
         filters = {"owner": list(USERS)} if number % 2 else None
-        found = memory.search(TEXTS[number], **scope, filters=filters, threshold=0.1 if number % 3 else None)
-        assert all(hit.record.metadata == {"owner": user} and hit.record.user == user for hit in found)
+        hits = memory.search(TEXTS[number], **scope, filters=filters, threshold=0.1 if number % 3 else None)
+        assert all(hit.record.metadata == {"owner": user} and hit.record.user == user for hit in hits)
         texts = {record.id: record.text for record in memory.records(user=user)}
-        return [shown(hit, texts) for hit in found], found.below, found.note, found.ignored
+        return [shown(hit, texts) for hit in hits], hits.below, hits.note, hits.ignored
     if kind == "records":
         records = memory.records(**scope)
         assert all(record.user == user and record.id in mine for record in records)
         return [(record.text, record.scope, record.surprise, record.repeats) for record in records]
     if kind == "surprise":
-        return memory.surprise(TEXTS[number], **scope), memory.neural.pack(memory.scope_memory(**scope))
+        found = memory.surprise(TEXTS[number], **scope)
+        older = None if found.contradicts is None else memory.get(found.contradicts, user=user).text
+        return replace(found, contradicts=older), memory.neural.pack(memory.scope_memory(**scope))
     if kind == "delete_all":
         below = number % 2 == 1
         gone = {r.id for r in memory.records(**scope) if below or r.scope == Scope(**scope)}
