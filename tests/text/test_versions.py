@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from titans.text.encoder import TextEncoder
 from titans.text.records import Record
-from titans.text.versions import ALIKE, LEAST_COSINE, contradiction, find_older_version, likeness
+from titans.text.versions import ALIKE, LEAST_COSINE, contradiction, find_newest, find_older_version, likeness
 
 with Path(__file__).with_name("versions.tsv").open(encoding="utf-8") as stream:
     PAIRS = list(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE))  # changed, restated or other; old; new
@@ -82,6 +82,21 @@ def test_a_version_stands_out_from_what_else_is_said_of_its_subject() -> None:
     assert find_older_version(new, [(old, 0.66)]) is old
     assert find_older_version(new, [(old, 0.66), *((each, 0.6) for each in others)]) is None
     assert find_older_version(new, [(old, 0.66), *((each, 0.4) for each in others)]) is old
+
+
+def test_of_the_first_hits_the_newest_that_says_nearly_the_same_goes_first() -> None:
+    home = Record("1", "Anna lives in Oslo.", updated="2024-01-01")
+    moved = Record("2", "Anna's home is in Rome.", updated="2024-02-01")
+    job = Record("3", "Anna works as a judge.", updated="2024-03-01")
+    vectors = np.array([[1, 0, 0], [0.6, 0.8, 0], [0.5, 0, 0.866]])
+    assert find_newest([(home, 0.8), (moved, 0.72), (job, 0.72)], vectors) == 1
+    assert find_newest([(home, 0.8), (moved, 0.6), (job, 0.72)], vectors) == 0  # does not answer as well
+    assert find_newest([(moved, 0.8), (home, 0.8)], vectors[[1, 0]]) == 0  # is older
+    assert (
+        find_newest([(home, 0.8), (job, 0.8), (job, 0.8), (moved, 0.8)], vectors[[0, 2, 2, 1]]) == 0
+    )  # is too far down
+    assert find_newest([(home, 0.8), (replace(moved, session="another"), 0.8)], vectors) == 0
+    assert find_newest([(home, 0.8)], vectors) == 0
 
 
 def test_another_value_contradicts_and_other_words_do_less() -> None:

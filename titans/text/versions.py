@@ -6,6 +6,8 @@ import re
 import statistics
 from collections.abc import Sequence
 
+import numpy as np
+
 from titans.text.details import CALENDAR, SELF, WORD, split_speaker
 from titans.text.ranking import STOP_WORDS
 from titans.text.records import Record
@@ -14,6 +16,9 @@ ALIKE = 0.64  # likeness from which on a text replaces an older one; chosen on g
 OVERLAP = 0.25  # what the same words add to the cosine
 APART = 0.15  # by how much it has to be more alike than most of what else is said of the subject
 SAME_WORDS = 3  # around one place where two statements differ: "I live in" is enough, whatever the cosine
+NEARLY = 0.58  # the same among the first hits of a search, where both have to do with the question
+WITHIN = 0.1  # cosine with the question by which the newer of them may be behind
+FIRST = 3  # hits that are looked at
 LEAST_COSINE = ALIKE - OVERLAP  # of two versions
 MOST_WORDS = 20  # of a statement; what is longer says several things
 _END = re.compile(r"[.!?…]+(?=\s+\W*[A-Z]|\s*$)")
@@ -65,6 +70,30 @@ def find_older_version(new: Record, candidates: Sequence[tuple[Record, float]]) 
     if value < ALIKE or (len(others) > 1 and value - statistics.median(others) < APART):
         return None
     return best
+
+
+def find_newest(hits: Sequence[tuple[Record, float]], vectors: np.ndarray) -> int:
+    """Which of the first hits of a search to put first: the newest that says nearly the same as the first.
+
+    Two wordings of a statement may be too different to be linked when they are written. That both are among the first
+    hits and answer the question about equally well makes up for it.
+
+    Args:
+        hits: records with the cosine of each with the question, best first; only the first ``FIRST`` count.
+        vectors: (n, width), of the hits.
+    """
+    best, cosine = hits[0]
+    newest = 0
+    for index, (record, value) in enumerate(hits[1:FIRST], 1):
+        if (
+            record.scope == best.scope
+            and record.role == best.role
+            and record.updated > hits[newest][0].updated
+            and value >= cosine - WITHIN
+            and likeness(record.text, best.text, float(vectors[index] @ vectors[0])) >= NEARLY
+        ):
+            newest = index
+    return newest
 
 
 def contradiction(new: str, old: str, cosine: float) -> float:
