@@ -13,6 +13,7 @@ replicas are the administrator's.
 from __future__ import annotations
 
 import json
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ try:
 except ImportError:
     raise StoreError("a store on a PostgreSQL server needs psycopg: pip install titan-memory[postgres]") from None
 
-from titans.text.postgres_connection import load_vectors
+from titans.text.postgres_connection import Numbers, load_vectors
 from titans.text.postgres_schema import TABLES, quote
 from titans.text.postgres_search import Finder, of_scopes, passing
 from titans.text.sqlite import to_record
@@ -358,7 +359,7 @@ class PostgresStore(Finder, Store):
         numbers = [int(seq) for seq in seqs]
         if not numbers:
             return {}
-        rows = {row[-1]: row for row in self._all(f"SELECT {ROW} WHERE r.seq = ANY(%s)", (numbers,))}
+        rows = {row[-1]: row for row in self._all(f"SELECT {ROW} WHERE r.seq = ANY(%s)", (Numbers(numbers),))}
         return {seq: self._to_record(rows[seq]) for seq in numbers if seq in rows}
 
     def newest(self, selection: Selection, many: int) -> list[Record]:
@@ -564,7 +565,7 @@ class PostgresStore(Finder, Store):
     def vectors(self, seqs: Sequence[int], width: int) -> np.ndarray:
         """The vectors (n, width) of records, in the order asked for."""
         numbers = [int(seq) for seq in seqs]
-        rows = self._all("SELECT seq, sum, vector FROM vectors WHERE seq = ANY(%s)", (numbers,))
+        rows = self._all("SELECT seq, sum, vector FROM vectors WHERE seq = ANY(%s)", (Numbers(numbers),))
         places = {row[0]: place for place, row in enumerate(rows)}
         missing = next((seq for seq in numbers if seq not in places), None)
         if missing is not None:
@@ -575,7 +576,7 @@ class PostgresStore(Finder, Store):
             raise self._damaged(f"a vector has another width than {width}")
         matrix = load_vectors([data for _, _, data in rows])
         for (seq, total, _), vector in zip(rows, matrix, strict=True):
-            if checksum(vector.tobytes()) != total:
+            if zlib.crc32(vector) != total:
                 raise self._damaged(f"the vector of record number {seq} is not what was written")
         return matrix[[places[seq] for seq in numbers]]
 

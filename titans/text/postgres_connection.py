@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,7 +27,7 @@ from titans.words import sentence
 SCHEMA = "titans"  # unless the URL names one
 CONNECTIONS = 8  # of a process; further threads wait
 PATIENCE = 60  # seconds to wait for others who are writing
-CANDIDATES = 200  # that HNSW follows
+CANDIDATES = 100  # that HNSW follows
 AWAY = "57P"  # how codes of errors begin that a server sends when it shuts down or has crashed
 # Of libpq: a server that does not answer, or a network that is gone, is noticed within seconds.
 OPTIONS = {
@@ -53,6 +54,26 @@ class VectorDumper(Dumper):
     def dump(self, obj: np.ndarray) -> bytes:
         """Two bytes for the width, two that are zero, and the numbers."""
         return len(obj).to_bytes(2, "big") + b"\0\0" + obj.astype(">f4").tobytes()
+
+
+class Numbers:
+    """Whole numbers that are sent as an array: much quicker than as a list."""
+
+    def __init__(self, values: Iterable[int]) -> None:
+        self.values = np.fromiter(values, dtype=np.int64)
+
+
+class NumbersDumper(Dumper):
+    """Sends numbers as ``int8[]``, in its binary form."""
+
+    format = pq.Format.BINARY
+    oid = 1016
+
+    def dump(self, obj: Numbers) -> bytes:
+        """One dimension, no nulls, the type of the elements, how many, the first index; then each with its length."""
+        made = np.empty(len(obj.values), dtype=[("length", ">i4"), ("value", ">i8")])
+        made["length"], made["value"] = 8, obj.values
+        return struct.pack(">5i", 1, 0, 20, len(made), 1) + made.tobytes()
 
 
 def load_vectors(data: Sequence[bytes]) -> np.ndarray:
@@ -125,6 +146,7 @@ class Server:
                 raise StoreError(f"{self.name} lacks the extension pgvector")
             kind = TypeInfo.fetch(connection, f"{quote(connection, found[0])}.vector")
             kind.register(connection)
+            connection.adapters.register_dumper(Numbers, NumbersDumper)
             connection.adapters.register_dumper(np.ndarray, type("Vector", (VectorDumper,), {"oid": kind.oid}))
             self._search_path = f"{quote(connection, self.schema)}, {quote(connection, found[0])}"
         except BaseException:

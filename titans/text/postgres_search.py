@@ -15,7 +15,7 @@ import psycopg
 from psycopg import sql as compose
 
 from titans.text.index import nearest_exact
-from titans.text.postgres_connection import CANDIDATES, Server, load_vectors
+from titans.text.postgres_connection import CANDIDATES, Numbers, Server, load_vectors
 from titans.text.postgres_schema import lock_key
 from titans.text.ranking import K1, MOST_POSTINGS, B, rarest
 from titans.text.store import WORD, Matches, Selection, Stemmer, Tests, checksum
@@ -89,7 +89,7 @@ class Finder(Server):
     def _select_vectors(self, selection: Selection) -> Rows:
         if selection.tests:
             seqs = self._matching(selection)[0]
-            return Rows("seq = ANY(%(seqs)s)", {"seqs": seqs.tolist()}, len(seqs))
+            return Rows("seq = ANY(%(seqs)s)", {"seqs": Numbers(seqs)}, len(seqs))
         return Rows(*of_scopes(selection, "user_id", "scope"), self._totals(selection)[0])
 
     def _compare(self, rows: Rows, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
@@ -132,7 +132,7 @@ class Finder(Server):
             "SELECT r.seq, (SELECT max(b.seq) FROM records b WHERE b.scope = r.scope AND b.seq < r.seq),"
             " (SELECT min(a.seq) FROM records a WHERE a.scope = r.scope AND a.seq > r.seq)"
             " FROM records r WHERE r.seq = ANY(%s)",
-            (numbers,),
+            (Numbers(numbers),),
         )
         found = {seq: (before, after) for seq, before, after in rows}
         return [found.get(seq, (None, None)) for seq in numbers]
@@ -282,10 +282,11 @@ class Finder(Server):
 
 def of_scopes(selection: Selection, user: str, scope: str) -> tuple[str, dict[str, Any]]:
     """The condition that a selection's user and scopes put on two columns, and its values."""
-    where, values = f"{user} = %(user)s", {"user": selection.user}
+    where = f"{user} = %(user)s"
+    values: dict[str, Any] = {"user": selection.user}
     if selection.scopes is None:
         return where, values
-    return f"{where} AND {scope} = ANY(%(scopes)s)", {**values, "scopes": list(selection.scopes)}
+    return f"{where} AND {scope} = ANY(%(scopes)s)", {**values, "scopes": Numbers(selection.scopes)}
 
 
 def passing(tests: Tests | None, values: dict[str, Any]) -> str:
