@@ -20,6 +20,7 @@ from titans.experiments.retrieval import HYBRID, Corpus, make_corpus, rank_fused
 from titans.experiments.text_memory import (
     ANOTHER,
     ARMS,
+    SHIPPED,
     WITH,
     WITHOUT,
     ZEROED,
@@ -33,7 +34,6 @@ from titans.experiments.text_memory import (
 )
 from titans.text.encoder import CachedEncoder, TextEncoder
 from titans.text.memory import Memory
-from titans.text.ranking import Eviction
 from titans.text.training import TextTraining
 
 TOPICS = {
@@ -167,6 +167,9 @@ def test_the_test_is_passed_only_if_both_others_are_beaten() -> None:
     passed = summarize(make_cells({WITH: 0.1}))
     assert passed["passed"] and passed["best_on_validation"] == WITH
     assert passed["test"][WITHOUT]["value"] == pytest.approx(0.1)
+    assert passed["shipped"]["BM25"]["value"] == pytest.approx(0.0)
+    better = summarize(make_cells({SHIPPED: 0.2, "BM25": 0.1}))["shipped"]
+    assert better["BM25"]["value"] == pytest.approx(0.1) and better["hybrid, tuned"]["low"] == pytest.approx(0.2)
     assert not summarize(make_cells({WITH: 0.1, ANOTHER: 0.1}))["passed"]
     assert not summarize(make_cells({WITH: 0.1, WITHOUT: 0.2}))["passed"]
     assert summarize(make_cells({WITH: 0.1, ZEROED: 0.2}))["passed"]
@@ -178,23 +181,6 @@ def test_a_category_that_no_question_has_is_left_out() -> None:
     assert arms["BM25"]["all"]["R@10"]["value"] == pytest.approx(0.52)
     low, high = (arms["BM25"]["all"]["R@10"][end] for end in ("low", "high"))
     assert 0.5 <= low < 0.52 < high <= 0.54
-
-
-def test_the_area_under_the_curve_counts_pairs() -> None:
-    assert text_tests._area([1, 2, 3, 4], [False, False, True, True]) == 1.0
-    assert text_tests._area([4, 3, 2, 1], [False, False, True, True]) == 0.0
-    assert text_tests._area([1, 1, 1], [True, False, False]) == 0.5
-
-
-def test_a_full_store_that_lets_the_oldest_go_keeps_the_evidence_of_the_end(
-    encoder: TextEncoder, tmp_path: Path
-) -> None:
-    conversation = read_locomo(make_file(tmp_path))[0]
-    last = len(conversation.turns) - 1
-    questions = [replace(conversation.questions[0], text=conversation.turns[last].text, evidence=(last,))]
-    questions.append(replace(questions[0], evidence=(0,)))
-    conversation = replace(conversation, questions=tuple(questions))
-    assert text_tests._keep(conversation, encoder, Eviction("fifo")) == (0.5, 0.5)
 
 
 @pytest.fixture(scope="module")
