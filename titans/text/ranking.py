@@ -89,7 +89,7 @@ class Eviction:
 
     policy: str = "informative"
     details: float = 1.0
-    surprise: float = 1.0
+    surprise: float = 0.5
     uses: float = 1.0
     spare: float = 1 / 32
     seed: int = 0
