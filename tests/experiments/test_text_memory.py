@@ -105,6 +105,10 @@ def test_orders_are_fused_as_a_search_in_the_store_fuses_them(encoder: TextEncod
         memory.add_many(texts)
         for (question, _, _), order in zip(questions, rank_fused(corpus, ranking), strict=True):
             assert [hit.record.text for hit in memory.search(question)] == [texts[position] for position in order[:10]]
+    with Memory(tmp_path / "default", encoder=encoder) as memory:
+        memory.add_many(texts)
+        for (question, _, _), order in zip(questions, corpus.shipped, strict=True):
+            assert [hit.record.text for hit in memory.search(question)] == [texts[position] for position in order[:10]]
 
 
 def test_an_order_without_weight_is_not_used() -> None:
