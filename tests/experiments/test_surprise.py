@@ -1,88 +1,59 @@
-"""What surprise means: less for what was said before, more for what contradicts it."""
+"""What tells a contradiction from ordinary talk, measured through a real store."""
 
 from __future__ import annotations
 
 import json
-import random
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor
 
 from titans.experiments import surprise
-from titans.experiments.surprise import generate_triples, measure_surprise, run_surprise, summarize
-from titans.text.encoder import CachedEncoder, TextEncoder
-from titans.text.facts import generate_facts
-from titans.text.neural import NeuralTextMemory
+from titans.experiments.surprise import CONTRADICTIONS, ORDINARY, PARTS, make_scene, run_surprise, summarize
+from titans.text.encoder import TextEncoder
 
 
-@pytest.fixture(scope="module")
-def encoder() -> TextEncoder:
-    """The packaged encoder."""
-    return CachedEncoder(TextEncoder.load())
+def test_a_scene_has_every_kind_of_talk_and_contradicts_only_what_it_told() -> None:
+    told, said = make_scene(0)
+    assert (told, said) == make_scene(0) != make_scene(1)
+    assert {each.kind for each in said} == {*CONTRADICTIONS, *ORDINARY}
+    again = [each for each in said if each.kind == ORDINARY[0]]
+    assert [each.text for each in again] == told == [told[each.about or 0] for each in again]
+    assert all(each.text not in told for each in said if each.kind != ORDINARY[0])
 
 
-def encode_triples(encoder: TextEncoder, count: int) -> Tensor:
-    triples = generate_triples(count, random.Random(0))
-    return torch.from_numpy(encoder.encode([text for triple in triples for text in triple])).view(count, 3, -1)
+def make_row(seed: int, values: dict[str, float]) -> dict[str, object]:
+    """A row in which every text of a kind has the same value in every part."""
+    parts = {kind: [[values.get(kind, 0.0)] * len(PARTS)] * 2 for kind in (*CONTRADICTIONS, *ORDINARY)}
+    return {"seed": seed, "parts": parts, "named": 0.5}
 
 
-def test_a_contradiction_surprises_more_than_a_paraphrase_and_a_repetition_least(encoder: TextEncoder) -> None:
-    found = measure_surprise(NeuralTextMemory.default(), encode_triples(encoder, 24), torch.zeros(0, 384))
-    before, after, another = found.unbind(1)
-    text, paraphrase, contradiction = after.unbind(-1)
-    assert bool((text < before[:, 0]).all())
-    assert float((contradiction > paraphrase).float().mean()) > 0.9
-    assert bool((contradiction > text).all())
-    assert float(contradiction.mean() - paraphrase.mean()) > 0.002
-    assert float((another[:, 2] > another[:, 1]).float().mean()) < 0.6  # told something else
+def test_areas_are_means_over_seeds() -> None:
+    sure = dict.fromkeys(CONTRADICTIONS, 0.9)
+    summary = summarize([make_row(0, sure), make_row(1, {CONTRADICTIONS[0]: 0.9, ORDINARY[0]: 0.4})])
+    area = summary["areas"]["contradiction"]
+    assert area["small talk"]["value"] == pytest.approx((1 + 0.75) / 2)
+    assert area["the same again"]["value"] == pytest.approx((1 + 0.5) / 2)
+    assert area["all"]["value"] == pytest.approx((1 + 0.7) / 2)
+    assert [summary["taken"][kind]["value"] for kind in (*CONTRADICTIONS, ORDINARY[0])] == [1, 0.5, 0.5]
+    assert summary["named"]["value"] == 0.5
 
 
-def test_in_a_memory_that_knows_other_things_the_paraphrase_loses_more_of_its_surprise(encoder: TextEncoder) -> None:
-    known = [fact.text for fact in generate_facts(20, random.Random(1))]
-    context = torch.from_numpy(encoder.encode(known))
-    found = measure_surprise(NeuralTextMemory.default(), encode_triples(encoder, 24), context)
-    fall = found[:, 0] - found[:, 1]
-    assert bool((fall[:, 0] > 0).all())
-    assert float((fall[:, 1] > fall[:, 2]).float().mean()) > 0.6
-
-
-def test_no_triple_says_the_same_of_the_same_person_twice() -> None:
-    triples = generate_triples(200, random.Random(0))
-    texts = [text for triple in triples for text in triple]
-    assert len(set(texts)) == 600
-    assert triples == generate_triples(200, random.Random(0)) != generate_triples(200, random.Random(1))
-    with pytest.raises(ValueError, match="part is 'all'; expected one of train, test"):
-        generate_triples(2, random.Random(0), "all")
-
-
-def test_shares_are_means_over_seeds_with_an_interval_over_triples() -> None:
-    rows = [
-        {"known": 5, "seed": seed, "repeated": [1, 1], "before": [0, 0], "after": after, "another": [0, 1]}
-        for seed, after in enumerate(([1, 0], [1, 1]))
-    ]
-    (row,) = summarize(rows)
-    assert row["known"] == 5 and row["after"]["value"] == 0.75
-    assert row["after"]["low"] == 0.5 and row["after"]["high"] == 1.0
-    assert row["repeated"]["value"] == 1 and row["before"]["value"] == 0
-
-
-def test_the_experiment_writes_its_figures_and_measures_nothing_twice(
+def test_the_experiment_tells_contradictions_from_talk_and_measures_nothing_twice(
     encoder: TextEncoder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[str] = []
     report = run_surprise(tmp_path, lambda done, total, what: steps.append(f"{done} of {total}"), "", True, encoder)
     assert json.loads((tmp_path / "surprise.json").read_text()) == report
-    assert [row["known"] for row in report["summary"]] == [0, 1]
-    assert report["summary"][0]["after"]["value"] > 0.9 and report["summary"][0]["repeated"]["value"] == 1.0
-    assert "| 0 | 100.0% (" in (tmp_path / "surprise.md").read_text()
-    assert (tmp_path / "report.html").is_file() and steps == ["0 of 2", "1 of 2"]
-    monkeypatch.setattr(surprise, "measure_surprise", None)
+    areas = report["summary"]["areas"]
+    assert areas["contradiction"]["all"]["value"] > 0.8 > areas["loss"]["all"]["value"]
+    assert "| contradiction | " in (tmp_path / "surprise.md").read_text()
+    assert (tmp_path / "report.html").is_file() and steps == ["0 of 1"]
+    monkeypatch.setattr(surprise, "measure", None)
     assert run_surprise(tmp_path, quick=True, encoder=encoder)["summary"] == report["summary"]
 
 
 @pytest.mark.slow
-def test_the_figure_of_the_documentation(encoder: TextEncoder) -> None:
-    found = measure_surprise(NeuralTextMemory.default(), encode_triples(encoder, 200), torch.zeros(0, 384))
-    assert float((found[:, 1, 2] > found[:, 1, 1]).float().mean()) == pytest.approx(0.975)
+def test_the_figures_of_the_documentation(encoder: TextEncoder, tmp_path: Path) -> None:
+    areas = run_surprise(tmp_path, encoder=encoder)["summary"]["areas"]
+    assert areas["contradiction"]["all"]["low"] > 0.85
+    assert areas["contradiction"]["the same in other words"]["low"] > 0.8

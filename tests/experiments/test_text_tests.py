@@ -8,7 +8,7 @@ import torch
 from titans.experiments import text_tests
 from titans.experiments.conversations import Conversation, Question, Utterance
 from titans.experiments.text_tests import Facts, area_under_curve, make_facts, surprises
-from titans.text.encoder import CachedEncoder, TextEncoder
+from titans.text.encoder import TextEncoder
 from titans.text.ranking import Eviction, Ranking
 
 DIALOGUE = [
@@ -18,12 +18,6 @@ DIALOGUE = [
     "Bo: The compost from the garden is ready.",
     "Cy: My guitar has a broken string.",
 ]
-
-
-@pytest.fixture(scope="module")
-def encoder() -> TextEncoder:
-    """The packaged encoder."""
-    return CachedEncoder(TextEncoder.load())
 
 
 def test_the_area_under_the_curve_counts_pairs() -> None:

@@ -1,72 +1,83 @@
-"""Does a text memory find a contradiction more surprising than a paraphrase of what it was told?"""
+"""Which part of a text memory's surprise tells a contradiction from ordinary talk?"""
 
 from __future__ import annotations
 
 import random
+import statistics
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-import torch
-from torch import Tensor
-
 import titans
 from titans.experiments.retrieval import Row, estimate, with_interval
+from titans.experiments.text_tests import area_under_curve
 from titans.report.outcome import read_kept, write_figures, write_outcome
 from titans.report.page import Figure, Section, Table
 from titans.report.plots import Curve, plot_bars
-from titans.text.encoder import Progress, TextEncoder
-from titans.text.facts import draw_values, generate_facts
+from titans.text.encoder import CachedEncoder, Progress, TextEncoder
+from titans.text.facts import KINDS, NAMES, SMALL_TALK
+from titans.text.memory import Memory
 from titans.text.neural import NeuralTextMemory
+from titans.text.versions import ALIKE, OVERLAP
 
-TRIPLES = 200
-KNOWN = (0, 1, 5, 20, 100)  # other facts that the memory is told first
-SEEDS = (0, 1, 2)  # of those facts
-WHEN = ("before", "after", "another")
-ABOUT = {"after": "told the text", "before": "not told", "another": "told another triple's text"}
+PEOPLE, TOLD = 8, 0.75  # of the facts about them that could be told
+STRANGERS = 3  # per kind of fact
+SEEDS = (0, 1, 2, 3, 4)
+SURE = 0.2  # from which on a text is taken for a contradiction
+CONTRADICTIONS = ("another value in the same words", "another value in other words")
+ORDINARY = ("the same again", "the same in other words", "another fact about the person", "a new person", "small talk")
+PARTS = ("contradiction", "novelty", "loss")
 
 
-class Triple(NamedTuple):
-    """A text, a paraphrase of it, and a text that contradicts it."""
+class Said(NamedTuple):
+    """What a memory hears next."""
 
+    kind: str  # one of CONTRADICTIONS or ORDINARY
     text: str
-    paraphrase: str
-    contradiction: str
+    about: int | None = None  # the place of the fact that it is about
 
 
-def generate_triples(count: int, rng: random.Random, part: str = "test") -> list[Triple]:
-    """Triples no two of which are about the same thing of the same person; see ``generate_facts`` for the parts."""
-    return [
-        Triple(
-            kind.statement.format(n=name, v=value),
-            kind.paraphrase.format(n=name, v=value),
-            kind.statement.format(n=name, v=other),
-        )
-        for kind, name, value, other in draw_values(count, rng, part)
-    ]
+def make_scene(seed: int, people: int = PEOPLE, part: str = "test") -> tuple[list[str], list[Said]]:
+    """Facts about some people, and what may be said to somebody who was told them."""
+    rng = random.Random(f"{seed} {part}")
+    known = rng.sample(NAMES[part], people)
+    pairs = [(kind, name) for kind in KINDS for name in known]
+    rng.shuffle(pairs)
+    count = int(TOLD * len(pairs))
+    told: list[str] = []
+    said: list[Said] = []
+    for place, (kind, name) in enumerate(pairs[:count]):
+        value, other = rng.sample(kind.values(part), 2)
+        wordings = rng.sample([kind.statement, kind.paraphrase], 2)
+        (text, paraphrase), changed = ([each.format(n=name, v=v) for each in wordings] for v in (value, other))
+        told.append(text)
+        said += [Said(*each, place) for each in zip(CONTRADICTIONS, changed, strict=True)]
+        said += [Said(ORDINARY[0], text, place), Said(ORDINARY[1], paraphrase, place)]
+    others = [name for name in NAMES[part] if name not in known]
+    strangers = [(kind, name) for kind in KINDS for name in rng.sample(others, STRANGERS)]
+    for label, facts in ((ORDINARY[2], pairs[count:]), (ORDINARY[3], strangers)):
+        for kind, name in facts:
+            wording = rng.choice([kind.statement, kind.paraphrase])
+            said.append(Said(label, wording.format(n=name, v=rng.choice(kind.values(part)))))
+    return told, said + [Said(ORDINARY[4], text) for text in SMALL_TALK]
 
 
-def measure_surprise(memory: NeuralTextMemory, triples: Tensor, context: Tensor) -> Tensor:
-    """How surprising texts, paraphrases and contradictions are to a memory that was told the text, or was not.
-
-    Args:
-        memory: projections and start.
-        triples: (n, 3, width), the vectors of :func:`generate_triples`.
-        context: (m, width), texts that the memory is told first; each triple starts from there.
-
-    Returns:
-        (n, 3, 3): before the text is told, after it, and after the text of another triple instead; for each, the
-        surprise of text, paraphrase and contradiction.
-    """
-    known, _ = memory.write(memory.empty(), context)
-    after = [memory.write(known, triple[:1])[0] for triple in triples]
-    rows = [
-        [[float(memory.write(state, text[None])[1]) for text in triple] for state in (known, after[i], after[i - 1])]
-        for i, triple in enumerate(triples)
-    ]
-    return torch.tensor(rows)
+def measure(seed: int, people: int, encoder: CachedEncoder) -> Row:
+    """The surprise of everything that may be said, in one scene: the parts of each text, by its kind."""
+    told, said = make_scene(seed, people)
+    encoder.learn([*told, *(each.text for each in said)])  # all at once is quicker than one by one
+    parts: dict[str, list[list[float]]] = {}
+    named = []
+    with tempfile.TemporaryDirectory() as folder, Memory(folder, encoder=encoder) as memory:
+        ids = [record.id for record in memory.add_many(told)]
+        for each in said:
+            found = memory.surprise(each.text)
+            parts.setdefault(each.kind, []).append([round(getattr(found, part), 6) for part in PARTS])
+            if each.kind in CONTRADICTIONS:
+                named.append(found.contradicts is not None and ids.index(found.contradicts) == each.about)
+    return {"seed": seed, "parts": parts, "named": statistics.fmean(named)}
 
 
 def run_surprise(
@@ -80,72 +91,77 @@ def run_surprise(
 
     What surprise.json already holds, made by the same version with the same settings, is kept.
     """
-    count, known, seeds = (24, KNOWN[:2], SEEDS[:1]) if quick else (TRIPLES, KNOWN, SEEDS)
-    encoder = encoder or TextEncoder.load()
-    memory = NeuralTextMemory.default(encoder.width)
+    people, seeds = (2, SEEDS[:1]) if quick else (PEOPLE, SEEDS)
+    cached = CachedEncoder(encoder or TextEncoder.load())
     settings = {
-        "version": titans.__version__, "encoder": encoder.fingerprint, "memory": memory.fingerprint, "triples": count,
+        "version": titans.__version__, "encoder": cached.fingerprint, "people": people,
+        "memory": NeuralTextMemory.default(cached.width).fingerprint, "versions": [ALIKE, OVERLAP],
     }  # fmt: skip
     report: Row = {
         "name": "surprise", "command": command, "date": time.strftime("%Y-%m-%d"), "settings": settings,
         "rows": read_kept(out / "surprise.json", settings).get("rows", []),
     }  # fmt: skip
-    texts = [text for triple in generate_triples(count, random.Random(0)) for text in triple]
-    triples = torch.from_numpy(encoder.encode(texts)).view(count, 3, -1)
-    plan = [{"known": many, "seed": seed} for many in known for seed in (seeds if many else seeds[:1])]
-    for number, asked in enumerate(plan):
+    for number, seed in enumerate(seeds):
         if progress is not None:
-            progress(number, len(plan), f"a memory that knows {asked['known']} other facts")
-        if not any(asked.items() <= row.items() for row in report["rows"]):
-            facts = generate_facts(asked["known"], random.Random(asked["seed"]))
-            context = torch.from_numpy(encoder.encode([fact.text for fact in facts]))
-            report["rows"].append(asked | _judge(measure_surprise(memory, triples, context)))
+            progress(number, len(seeds), f"scene {number + 1}")
+        if not any(row["seed"] == seed for row in report["rows"]):
+            report["rows"].append(measure(seed, people, cached))
             write_figures(report, out)
     report["summary"] = summarize(report["rows"])
     write_outcome(report, "What surprises a text memory", [surprise_section(report)], out)
     return report
 
 
-def _judge(surprise: Tensor) -> Row:
-    """For each triple, 1 or 0: is a repetition less surprising, and the contradiction more than the paraphrase?"""
-    repeated = surprise[:, 1, 0] < surprise[:, 0, 0]
-    higher = surprise[:, :, 2] > surprise[:, :, 1]
-    return {
-        "repeated": repeated.int().tolist(),
-        **{when: higher[:, index].int().tolist() for index, when in enumerate(WHEN)},
+def summarize(rows: Sequence[Row]) -> Row:
+    """Means over seeds with intervals: how well each part tells contradictions from each kind of ordinary talk.
+
+    Beside that, the share of each kind of text that is taken for a contradiction, and how often a contradiction names
+    the right fact.
+    """
+    areas = {
+        part: {
+            name: estimate([_area(row, index, kinds) for row in rows])
+            for name, kinds in {"all": ORDINARY, **{kind: (kind,) for kind in ORDINARY}}.items()
+        }
+        for index, part in enumerate(PARTS)
     }
+    taken = {
+        kind: estimate([statistics.fmean(each[0] >= SURE for each in row["parts"][kind]) for row in rows])
+        for kind in (*CONTRADICTIONS, *ORDINARY)
+    }
+    return {"areas": areas, "taken": taken, "named": estimate([row["named"] for row in rows])}
 
 
-def summarize(rows: Sequence[Row]) -> list[Row]:
-    """Shares of the triples, and their intervals over triples, for each number of facts known before."""
-    made = []
-    for known in dict.fromkeys(row["known"] for row in rows):
-        mine = [row for row in rows if row["known"] == known]
-        shares = {name: np.mean([row[name] for row in mine], axis=0) for name in ("repeated", *WHEN)}
-        made.append({"known": known} | {name: estimate(each.tolist()) for name, each in shares.items()})
-    return made
+def _area(row: Row, part: int, ordinary: Sequence[str]) -> float:
+    changed, other = (
+        [each[part] for kind in kinds for each in row["parts"][kind]] for kinds in (CONTRADICTIONS, ordinary)
+    )
+    return area_under_curve(changed + other, [True] * len(changed) + [False] * len(other))
 
 
 def surprise_section(report: Row) -> Section:
-    """One row for each number of facts that the memory knew before."""
+    """How well each part of surprise tells contradictions, and what is taken for one."""
     about = (
-        f"{report['settings']['triples']} triples: a text about a person, a paraphrase of it, and a text that "
-        "contradicts it. An untrained memory is told some facts about other people, then the text. Shown is the share "
-        "of triples whose contradiction is more surprising than the paraphrase; as a control also for a memory that "
-        "is not told the text, and for one that is told the text of another triple instead. (An empty memory finds all "
-        "texts equally surprising, so without other facts the share of «not told» is nothing but rounding.)"
+        f"A memory is told facts about {report['settings']['people']} people, and then hears other texts: a fact with "
+        "another value, in the same words or in others, and ordinary talk. The first table has the area under the ROC "
+        "curve, where 0.5 is chance: how often a contradiction has a higher value than a text of another kind."
     )
-    rows = report["summary"]
-    lines = [[f"{row['known']}", *(with_interval(row[name], ".1%") for name in ("repeated", *ABOUT))] for row in rows]
-    header = ["other facts known", "repetition less surprising", *ABOUT.values()]
-    table = Table(header, lines, "Shares of triples, in brackets the 95% interval over triples.")
+    summary = report["summary"]
+    areas, taken = summary["areas"], summary["taken"]
+    lines = [[part, *(with_interval(each) for each in areas[part].values())] for part in PARTS]
+    header = ["part of surprise", *areas[PARTS[0]]]
+    alarms = [[kind, with_interval(each, ".1%")] for kind, each in taken.items()]
+    alarms.append(["named the fact that it contradicts", with_interval(summary["named"], ".1%")])
+    tables = [
+        Table(header, lines, "Contradictions against each kind of talk; in brackets the 95% interval over seeds."),
+        Table(["text", f"contradiction of at least {SURE:g}"], alarms, "Shares of texts."),
+    ]
+    words = list(areas[PARTS[0]])
     curves = [
-        Curve(words, [row[name]["value"] for row in rows], [row[name]["low"] for row in rows],
-              [row[name]["high"] for row in rows], style=style)
-        for style, (name, words) in enumerate(ABOUT.items())
+        Curve(part, [each["value"] for each in found], [each["low"] for each in found],
+              [each["high"] for each in found], style=style)
+        for style, (part, found) in enumerate((part, [areas[part][word] for word in words]) for part in PARTS)
     ]  # fmt: skip
-    png = plot_bars(
-        [f"{row['known']}" for row in rows], curves, "Contradiction more surprising than paraphrase",
-        "other facts known", "share of triples (%)", percent=True,
-    )  # fmt: skip
-    return Section("Contradiction and paraphrase", [about], [table], [Figure("surprise", png, "The shares as bars")])
+    png = plot_bars(words, curves, "Contradictions against ordinary talk", "ordinary talk", "area under the ROC curve",
+                    chance=0.5)  # fmt: skip
+    return Section("A contradiction and ordinary talk", [about], tables, [Figure("surprise", png, "The areas as bars")])

@@ -125,6 +125,21 @@ KINDS = (
         "spiders, opera, the moon, pirates, gardening, Mozart",
     ),
 )
+# What people say that states no fact to remember.
+SMALL_TALK = (
+    "Good morning.", "How are you today?", "Thank you so much for your help!", "See you tomorrow, then.",
+    "That sounds like a lot of fun.", "I had a long day at work.", "The weather is lovely today.", "I am on my way.",
+    "What a nice surprise!", "I could not agree more.", "Let me think about it.", "You were right about the traffic.",
+    "Can you say that again?", "I just got back from a walk.", "It was great to see everybody on Sunday.",
+    "I am so happy for you.", "Take care and give my love to the family.", "We should do this more often.",
+    "Sorry, I missed your call.", "That reminds me of a film that we saw.", "I have no idea what to cook tonight.",
+    "The meeting took longer than it should have.", "Do you want to come along?", "I slept badly last night.",
+    "It is getting late, so I have to go.", "Nothing much happened here this week.", "Did you like the concert?",
+    "I finally finished that puzzle.", "The neighbours were loud again.", "Congratulations, you have earned it!",
+    "I will send you the pictures later.", "That must have been hard for you.", "My phone is almost out of battery.",
+    "We laughed all evening.", "Let us talk about it over lunch.", "I can hardly wait for the holidays.",
+    "The train was late, as always.", "You always know what to say.", "I need new shoes.", "Have a good trip!",
+)  # fmt: skip
 
 
 def generate_facts(count: int, rng: random.Random, part: str = "train") -> list[Fact]:
