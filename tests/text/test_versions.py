@@ -85,9 +85,9 @@ def test_a_version_stands_out_from_what_else_is_said_of_its_subject() -> None:
 
 
 def test_of_the_first_hits_the_newest_that_says_nearly_the_same_goes_first() -> None:
-    home = Record("1", "Anna lives in Oslo.", updated="2024-01-01")
-    moved = Record("2", "Anna's home is in Rome.", updated="2024-02-01")
-    job = Record("3", "Anna works as a judge.", updated="2024-03-01")
+    home = Record("1", "Anna lives in Oslo.", created="2024-01-01")
+    moved = Record("2", "Anna's home is in Rome.", created="2024-02-01")
+    job = Record("3", "Anna works as a judge.", created="2024-03-01")
     vectors = np.array([[1, 0, 0], [0.6, 0.8, 0], [0.5, 0, 0.866]])
     assert find_newest([(home, 0.8), (moved, 0.72), (job, 0.72)], vectors) == 1
     assert find_newest([(home, 0.8), (moved, 0.6), (job, 0.72)], vectors) == 0  # does not answer as well

@@ -88,12 +88,17 @@ def find_newest(hits: Sequence[tuple[Record, float]], vectors: np.ndarray) -> in
         if (
             record.scope == best.scope
             and record.role == best.role
-            and record.updated > hits[newest][0].updated
+            and told_at(record) > told_at(hits[newest][0])
             and value >= cosine - WITHIN
             and likeness(record.text, best.text, float(vectors[index] @ vectors[0])) >= NEARLY
         ):
             newest = index
     return newest
+
+
+def told_at(record: Record) -> str:
+    """When a record was told last; a change of its text or metadata is another matter."""
+    return record.updated if record.repeats else record.created
 
 
 def contradiction(new: str, old: str, cosine: float) -> float:
