@@ -32,7 +32,7 @@ from titans.text.postgres_connection import Numbers, load_vectors
 from titans.text.postgres_schema import TABLES, quote
 from titans.text.postgres_search import Finder, of_scopes, passing
 from titans.text.sqlite import to_record
-from titans.text.store import WORD, ScopeRow, Selection, State, Store, Tests, checksum, encode_body, to_event
+from titans.text.store import WORD, ScopeRow, Selection, State, Store, Tests, checksum, encode_body, follow, to_event
 
 PART = 1_000  # records that are fetched at a time
 ROW = (
@@ -134,7 +134,7 @@ class PostgresStore(Finder, Store):
 
     def _scan(self, sql: str) -> Iterator[Any]:
         """The rows of a statement, a few at a time."""
-        with self._connection.cursor(name="scan", binary=True) as cursor:
+        with self._current.connection.cursor(name="scan", binary=True) as cursor:
             cursor.itersize = PART
             cursor.execute(sql)
             yield from cursor
@@ -179,11 +179,10 @@ class PostgresStore(Finder, Store):
     def lock_scopes(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:
         """The scopes of some records, each with its own; records that are not there are left out."""
         numbers = sorted(map(int, seqs))
-        inside = self._inside()
         rows = self._all(
             f"SELECT {SCOPE} JOIN users u ON u.id = s.user_id"
             f" WHERE s.id IN (SELECT scope FROM records WHERE seq = ANY(%s)) {IN_ORDER}"
-            + (" FOR UPDATE OF s" if inside is not None and inside.writing else ""),
+            + (" FOR UPDATE OF s" if self._current.writing else ""),
             (numbers,),
         )
         # Only now: whoever held the lock may have removed some.
@@ -228,8 +227,7 @@ class PostgresStore(Finder, Store):
 
     def matching_scopes(self, scope: Scope, below: bool) -> list[int]:
         """The numbers of the exact scope, or of all scopes ``below`` the names given; of those without records too."""
-        inside = self._inside()
-        if inside is None or not inside.writing:
+        if not self._current.writing:
             return [row[0] for row in self._matching_scopes(scope, below, "")]
         found = [row[0] for row in self._matching_scopes(scope, below, "FOR UPDATE OF s")]
         if not found:  # somebody who was making a scope while the last one was removed may have failed
@@ -315,7 +313,10 @@ class PostgresStore(Finder, Store):
 
     def _copy(self, target: str, types: str, rows: Iterable[Sequence[Any]]) -> None:
         """Adds rows to a table."""
-        with self._connection.cursor() as cursor, cursor.copy(f"COPY {target} FROM STDIN (FORMAT BINARY)") as copy:
+        with (
+            self._current.connection.cursor() as cursor,
+            cursor.copy(f"COPY {target} FROM STDIN (FORMAT BINARY)") as copy,
+        ):
             copy.set_types(types.split())
             for row in rows:
                 copy.write_row(row)
@@ -515,12 +516,16 @@ class PostgresStore(Finder, Store):
         )
         self._log([("repeat", scope, record.id, seq, record.version, None)])
 
-    def newer_versions(self, ids: Iterable[str]) -> dict[str, str]:
-        """By id, the ids of the records that replaced some records directly (the latest if there are several)."""
+    def newest_versions(self, ids: Sequence[str]) -> dict[str, str]:
+        """By id, for those of some records that were replaced, the id of the last of those that replaced them."""
         rows = self._all(
-            "SELECT replaces, id FROM records WHERE replaces = ANY(%s) ORDER BY updated, seq", (list(ids),)
+            "WITH RECURSIVE newer (replaces, id, seq) AS ("
+            " SELECT replaces, id, seq FROM records WHERE replaces = ANY(%s)"
+            " UNION SELECT r.replaces, r.id, r.seq FROM newer n JOIN records r ON r.replaces = n.id"
+            ") SELECT replaces, id FROM newer ORDER BY seq",
+            (list(ids),),
         )
-        return dict(rows)
+        return follow(ids, dict(rows))
 
     def unlink(self, id: str) -> None:
         """Takes a record out of its versions: what replaced it replaces from then on what it had replaced."""

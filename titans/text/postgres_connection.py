@@ -92,6 +92,7 @@ class Transaction:
     """
 
     connection: Any
+    cursor: Any
     process: int
     writing: bool
     known: dict[Any, Any] = field(default_factory=dict)
@@ -210,7 +211,7 @@ class Server:
         assert self._inside() is None, "a transaction is not begun in another one"
         with self._as_sentences(), self._place():
             connection = self._begin(begin)
-            self._thread.transaction = Transaction(connection, self._process, writing)
+            self._thread.transaction = Transaction(connection, connection.cursor(), self._process, writing)
             try:
                 yield
                 # The server would answer a COMMIT after a failure that somebody caught with a silent ROLLBACK.
@@ -295,8 +296,7 @@ class Server:
 
     def _once(self, key: Any, ask: Callable[[], Any]) -> Any:
         """The answer to a question, which is asked once while the store is being read: its view does not change."""
-        inside = self._inside()
-        assert inside is not None, "called inside of a transaction"
+        inside = self._current
         if inside.writing:
             return ask()
         if key not in inside.known:
@@ -304,14 +304,14 @@ class Server:
         return inside.known[key]
 
     @property
-    def _connection(self) -> Any:
+    def _current(self) -> Transaction:
         inside = self._inside()
         assert inside is not None, "called inside of a transaction"
-        return inside.connection
+        return inside
 
     def _run(self, sql: str, values: Values | None = None) -> Any:
         # Without values, so that statements of several parts and percent signs pass.
-        return self._connection.execute(sql, values, binary=bool(values))
+        return self._current.cursor.execute(sql, values, binary=bool(values))
 
     def _all(self, sql: str, values: Values | None = None) -> list[Any]:
         rows: list[Any] = self._run(sql, values).fetchall()

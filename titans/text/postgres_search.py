@@ -203,16 +203,15 @@ class Finder(Server):
 
     def _matching(self, selection: Selection) -> np.ndarray:
         """(3, n): numbers, scopes and lengths of the records of a selection that pass its tests, in their order."""
-        known = self._inside()
-        assert known is not None
-        last: tuple[Selection, np.ndarray] | None = known.known.get("matching")
+        known = self._current.known
+        last: tuple[Selection, np.ndarray] | None = known.get("matching")
         if last is None or not _covers(last[0], selection):
             where, values = of_scopes(selection, "r.user_id", "r.scope")
             where += passing(selection.tests, values)
             columns = self._one(
                 f"SELECT {_sent('seq')}, {_sent('scope')}, {_sent('words')} FROM records r WHERE {where}", values
             )
-            last = known.known["matching"] = (selection, np.stack([*map(_to_numbers, columns)]))
+            last = known["matching"] = (selection, np.stack([*map(_to_numbers, columns)]))
         rows = last[1]
         return rows if selection.scopes is None else rows[:, np.isin(rows[1], selection.scopes)]
 
