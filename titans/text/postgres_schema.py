@@ -57,7 +57,7 @@ CREATE INDEX events_of_scope ON events (scope, n);
 """
 # PostgreSQL keeps samples of columns for its planner; an erased text or name must not stay among them.
 UNSAMPLED = {
-    "users": ("name",), "scopes": ("agent", "session"), "records": ("role", "text", "replaces"),
+    "users": ("name",), "scopes": ("agent", "session"), "records": ("role", "text"),
     "vectors": ("vector",), "words": ("stem",), "states": ("state",), "events": ("body",),
 }  # fmt: skip
 TABLES = ("meta", "users", "scopes", "records", "vectors", "words", "states", "events")
