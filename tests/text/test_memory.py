@@ -671,6 +671,26 @@ def test_a_newest_version_that_the_question_did_not_find_takes_the_place_of_the_
     assert found.hits[0].bm25 is None  # the words named another
 
 
+def test_every_further_version_is_linked_one_by_one_or_all_at_once(open_memory: Opener) -> None:
+    texts = [f"Ann lives in {city}." for city in ("Oslo", "Lima", "Rome", "Paris", "Cairo", "Tokyo", "Quito", "Bonn")]
+    texts = [text for pair in zip(texts, [*FACTS, *TEXTS], strict=False) for text in pair]  # among others
+    one, many = open_memory("one"), open_memory("many")
+    for records in ([one.add(text) for text in texts], many.add_many(texts)):
+        versions = [record for record in records if record.text.startswith("Ann lives")]
+        assert [record.replaces for record in versions] == [None, *(record.id for record in versions[:-1])]
+    for memory in (one, many):
+        found = memory.search("Where does Ann live?", limit=20)
+        assert [text for text in texts_of(found) if text.startswith("Ann lives")] == texts[-2::-2]
+
+
+def test_of_the_versions_that_the_question_did_not_find_only_the_newest_is_shown(open_memory: Opener) -> None:
+    memory = open_memory(ranking=Ranking(cosine=0, neural=0, pool=1))
+    memory.add_many(["Live, Ann, live!", *CITIES, "Ann lives in Paris.", "Ann lives in Cairo."])
+    found = memory.search("Where does Ann live?", limit=3)  # the words find three, of which two are versions
+    assert texts_of(found) == ["Live, Ann, live!", "Ann lives in Cairo.", CITIES[1]]
+    assert [hit.bm25_rank for hit in found] == [1, None, 2]
+
+
 def test_a_version_that_the_question_names_stays_where_it_is(open_memory: Opener) -> None:
     memory = open_memory()
     memory.add_many(CITIES)

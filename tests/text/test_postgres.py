@@ -193,7 +193,7 @@ def compare(pair: Pair, draw: random.Random, vectors: np.ndarray) -> None:
     both(lambda store: store.count())
     both(lambda store: [text for _, _, text in store.texts()])
     both(lambda store: [row[1:] for row in store.weighed()])
-    both(lambda store: store.newer_versions([record.id for record in everything]))
+    both(lambda store: store.newest_versions([record.id for record in everything]))
     for user in (None, "ann", "nobody"):
         both(lambda store, user=user: store.list_scopes(user))
         figures = both(lambda store, user=user: {**store.stats(user), "mean_surprise": 0, "events": 0})

@@ -18,6 +18,7 @@ import torch
 from titans.files import replacing
 from titans.ops import MemoryState
 from titans.text.encoder import Progress, TextEncoder
+from titans.text.index import highest
 from titans.text.location import default_store, is_server
 from titans.text.neural import NeuralTextMemory, ScopeMemory
 from titans.text.ranking import Eviction, Ranking, choose_evicted
@@ -309,19 +310,26 @@ class Memory:
     def _link_versions(self, row: ScopeRow, members: Sequence[int], records: list[Record], vectors: np.ndarray) -> None:
         """Notes of each text which text of its scope it replaces: one that says the same with another value."""
         members = [index for index in members if is_statement(records[index].text)]
-        newer: dict[str, str] = {}
+        statements: dict[str, str] = {}  # by id of a version, that of the newest one when this began
+        newest: dict[str, str] = {}  # and of that one, the newest now
         for start in range(0, len(members), BATCH):
             part, before = members[start : start + BATCH], members[max(0, start - BATCH) : start]
             near = self._nearest_of(row, vectors[part], LEAST_COSINE)
+            statements |= self.store.newest_versions(list({old.id for each in near for old, _ in each}))
             cosines = vectors[part] @ vectors[before + part].T
             for place, index in enumerate(part):
-                close = np.flatnonzero(cosines[place, : len(before) + place] >= LEAST_COSINE)
-                near[place] += [(records[(before + part)[i]], float(cosines[place, i])) for i in close.tolist()]
-                old = find_older_version(records[index], near[place])
+                rows, values = highest(cosines[place, : len(before) + place], NEAREST)
+                close = [(records[(before + part)[i]], value) for i, value in zip(rows, values.tolist(), strict=True)]
+                close = [(old, cosine) for old, cosine in close if cosine >= LEAST_COSINE]
+                found = sorted([*near[place], *close], key=lambda each: each[1])[-NEAREST:]
+                # One version of each statement, the nearest: many versions do not make it the usual thing to say.
+                candidates = {statements.get(old.id, old.id): (old, cosine) for old, cosine in found}
+                old = find_older_version(records[index], list(candidates.values()))
                 if old is not None:
-                    id = self._newest_version(old.id, newer)
-                    newer[id] = records[index].id
-                    records[index] = replace(records[index], replaces=id)
+                    statement = statements.get(old.id, old.id)
+                    records[index] = replace(records[index], replaces=newest.get(statement, statement))
+                    statements[records[index].id] = statement
+                    newest[statement] = records[index].id
 
     def _nearest_of(self, row: ScopeRow, vectors: np.ndarray, least: float) -> list[list[tuple[Record, float]]]:
         """For each vector the nearest records of a scope, with their cosines, which are ``least`` at least."""
@@ -333,14 +341,6 @@ class Memory:
         ]
         records = self.store.records(sorted({seq for each in found for seq, _ in each}))
         return [[(records[seq], cosine) for seq, cosine in each] for each in found]
-
-    def _newest_version(self, id: str, newer: Mapping[str, str]) -> str:
-        """The last of the versions of a statement; ``newer`` has those that are not in the store yet."""
-        while True:
-            following = newer.get(id) or self.store.newer_versions([id]).get(id)
-            if following is None:
-                return id
-            id = following
 
     @contextmanager
     def _after_commit(self) -> Iterator[None]:
@@ -564,8 +564,8 @@ class Memory:
         return True
 
     def _leaves_versions(self, record: Record, vector: np.ndarray) -> bool:
-        """Whether a record's new text no longer says the same as its older and its newer version."""
-        ids = [id for id in (record.replaces, *self.store.newer_versions([record.id]).values()) if id is not None]
+        """Whether a record's new text no longer says the same as its older and its newest version."""
+        ids = [id for id in (record.replaces, *self.store.newest_versions([record.id]).values()) if id is not None]
         found = [each for each in (self.store.find(id, record.user) for id in ids) if each is not None]
         if not found:
             return False

@@ -154,42 +154,26 @@ class Search:
 
 
 class Versions:
-    """The versions of the statements among some records, and the newer ones of these.
+    """The versions of the statements among some records, and the newest ones of these.
 
     Args:
         store: knows which record replaced which.
         records: by sequence number.
-        filtered: only these records may be found; otherwise newer versions of them may be, too.
+        filtered: only these records may be found; otherwise the newest versions of them may be, too.
     """
 
     def __init__(self, store: Store, records: Mapping[int, Record], filtered: bool) -> None:
         self.records = dict(records)
-        numbers = {record.id: seq for seq, record in records.items()}
-        self._chain = {id: {id} for id in numbers}  # shared by all members
-        waiting = set(numbers)
-        while waiting:
-            newer = store.newer_versions(waiting)
-            waiting = {new for new in newer.values() if new not in self._chain}
-            for new in waiting:
-                self._chain[new] = {new}
-                found = None if filtered else store.find(new, None)
-                if found is not None:
-                    numbers[new], self.records[found[0]] = found
-            for old, new in newer.items():
-                self._join(old, new)
-        for id, record in ((record.id, record) for record in records.values()):
-            if record.replaces in numbers:
-                self._join(record.replaces, id)
-        self._numbers = numbers
-
-    def _join(self, one: str, other: str) -> None:
-        joined = self._chain[one] | self._chain[other]
-        for id in joined:
-            self._chain[id] = joined
-
-    def _newest_first(self, seq: int) -> list[int]:
-        members = [self._numbers[id] for id in self._chain[self.records[seq].id] if id in self._numbers]
-        return sorted(members, key=lambda each: (_told(self.records[each]), each), reverse=True)
+        ids = [record.id for record in records.values()]
+        newest = store.newest_versions(ids)
+        if not filtered:
+            found = (store.find(id, None) for id in set(newest.values()).difference(ids))
+            self.records |= dict(each for each in found if each is not None)
+        statements: dict[str, list[int]] = {}  # versions by the id of the newest
+        for seq in sorted(self.records, key=lambda seq: (_told(self.records[seq]), seq), reverse=True):
+            id = self.records[seq].id
+            statements.setdefault(newest.get(id, id), []).append(seq)
+        self._versions = {seq: versions for versions in statements.values() for seq in versions}
 
     def newest_first(
         self, ranked: Sequence[tuple[int, float]], cosines: Mapping[int, float], asked: Sequence[str]
@@ -200,20 +184,20 @@ class Versions:
         question has a word that only this version has: then it is the one that is asked for.
         """
         places = {seq for seq, _ in ranked}
-        queues: dict[int, Iterator[int]] = {}
+        queues: dict[int, Iterator[int]] = {}  # by the first of the members
         for seq, score in ranked:
             members = self._exchangeable(seq, cosines, asked) if seq in self.records else [seq]
             if seq not in members or len(members) == 1:
                 yield seq, score
                 continue
-            for member in queues.setdefault(id(self._chain[self.records[seq].id]), iter(members)):
+            for member in queues.setdefault(members[0], iter(members)):
                 yield member, score
                 if member in places:  # otherwise one that was not found by itself, and goes before one that was
                     break
 
     def _exchangeable(self, seq: int, cosines: Mapping[int, float], asked: Sequence[str]) -> list[int]:
         """The versions of a record, the newest first, that may take each other's places."""
-        members = self._newest_first(seq)
+        members = self._versions[seq]
         least = max(cosines[member] for member in members) - SLACK
         words = {
             member: {word.casefold() for word in content_words(WORD.findall(self.records[member].text))}
@@ -232,7 +216,7 @@ class Versions:
         """The id of the newest version, if that is another record."""
         if seq not in self.records:
             return None
-        newest = self.records[self._newest_first(seq)[0]]
+        newest = self.records[self._versions[seq][0]]
         return None if newest.id == self.records[seq].id else newest.id
 
 

@@ -33,6 +33,7 @@ from titans.text.store import (
     Tests,
     checksum,
     encode_body,
+    follow,
     mark_word,
     to_event,
 )
@@ -391,11 +392,16 @@ class SqliteStore(Database, Store):
         scope = self._value("SELECT scope FROM records WHERE seq = ?", (seq,))
         self.log("repeat", scope, record.id, seq, record.version)
 
-    def newer_versions(self, ids: Iterable[str]) -> dict[str, str]:
-        """By id, the ids of the records that replaced some records directly (the latest if there are several)."""
-        sql = "SELECT id FROM records WHERE replaces = ? ORDER BY updated DESC, seq DESC LIMIT 1"
-        found = {id: self._value(sql, (id,)) for id in ids}
-        return {id: newer for id, newer in found.items() if newer is not None}
+    def newest_versions(self, ids: Sequence[str]) -> dict[str, str]:
+        """By id, for those of some records that were replaced, the id of the last of those that replaced them."""
+        rows = self._all(
+            "WITH RECURSIVE newer (replaces, id, seq) AS ("
+            " SELECT replaces, id, seq FROM records WHERE replaces IN (SELECT value FROM json_each(?))"
+            " UNION SELECT r.replaces, r.id, r.seq FROM newer n JOIN records r ON r.replaces = n.id"
+            ") SELECT replaces, id FROM newer ORDER BY seq",
+            (json.dumps(list(ids)),),
+        )
+        return follow(ids, dict(rows))
 
     def unlink(self, id: str) -> None:
         """Takes a record out of its versions: what replaced it replaces from then on what it had replaced."""

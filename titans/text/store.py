@@ -245,8 +245,8 @@ class Store(ABC):
         """Counts one more time that a record was told, at a time, with a line in the log."""
 
     @abstractmethod
-    def newer_versions(self, ids: Iterable[str]) -> dict[str, str]:
-        """By id, the ids of the records that replaced some records directly (the latest if there are several)."""
+    def newest_versions(self, ids: Sequence[str]) -> dict[str, str]:
+        """By id, for those of some records that were replaced, the id of the last of those that replaced them."""
 
     @abstractmethod
     def unlink(self, id: str) -> None:
@@ -346,6 +346,18 @@ class Stemmer:
     def close(self) -> None:
         """Frees the tables."""
         self._tables.close()
+
+
+def follow(ids: Iterable[str], following: dict[str, str]) -> dict[str, str]:
+    """By id, for those that something follows, where following leads in the end; each step is taken once."""
+    ends: dict[str, str] = {}
+    for id in ids:
+        path, last = [], id
+        while last in following:
+            path.append(last)
+            last = following.pop(last)
+        ends |= dict.fromkeys(path, ends.get(last, last))
+    return {id: ends[id] for id in ids if id in ends}
 
 
 def mark_word(user: int, word: str) -> str:
