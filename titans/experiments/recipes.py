@@ -19,7 +19,7 @@ PROGRAMS = {
     "genomics": "Classify DNA with our models and others at equal size: the paper's Table 4.",
     "memory": "How many pairs an untrained memory holds, by depth and width, for how long, and what surprises it.",
     "memory-benchmarks": "How much of the evidence a text memory finds in LoCoMo, LongMemEval and BEAM, and its cost.",
-    "surprise": "Whether a text memory finds a contradiction more surprising than a paraphrase of what it was told.",
+    "surprise": "Which part of a text memory's surprise tells a contradiction from ordinary talk.",
     "text-memory": "What the neural memory adds to the search of a text memory, and tests where a memory should win.",
     "throughput": "Training speed against length, and against the memory's depth: the paper's Figures 8 and 9.",
 }
