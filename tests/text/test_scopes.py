@@ -10,7 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.text.conftest import Opener
+from tests.text.conftest import Opener, Place
+from titans.text.encoder import TextEncoder
 from titans.text.memory import Memory
 from titans.text.records import Hit, Scope, UnknownRecord
 
@@ -90,13 +91,17 @@ def take(memory: Memory, ids: dict[str, list[str]], call: tuple[str, str, str | 
     return None
 
 
-def same_alone(open_memory: Opener, folder: Path, calls: list[Any]) -> None:
+def same_alone(place: Place, encoder: TextEncoder, folder: Path, calls: list[Any]) -> None:
     """Every user gets the same answers, to the last digit, as in a store where nobody else is."""
-    name = uuid.uuid4().hex[:12]
+    start = uuid.uuid4().hex[:12]
+
+    def open_(name: str) -> Memory:
+        return Memory(place(f"{start}-{name}"), encoder=encoder)
+
     active = {user for _, user, *_ in calls}
     # Every user asks for everything at the end.
     calls = [*calls, *(("search", user, None, None, number) for user in USERS for number in (0, 3, 6))]
-    with open_memory(name) as memory:
+    with open_("shared") as memory:
         ids: dict[str, list[str]] = {}
         together = [take(memory, ids, call) for call in calls]
         scopes = {user: memory.scopes(user) for user in USERS}
@@ -108,10 +113,10 @@ def same_alone(open_memory: Opener, folder: Path, calls: list[Any]) -> None:
         for user in USERS:  # passes over what is not theirs
             memory.use([id for owner in ids for id in ids[owner] if owner != user], user=user)
         assert memory.check() == []
-    with open_memory(name) as memory:  # counts of uses are written down when a memory is closed
+    with open_("shared") as memory:  # counts of uses are written down when a memory is closed
         uses = {user: [record.uses for record in memory.records(user=user)] for user in USERS}
     for user in active:
-        with open_memory(f"{name}-{USERS.index(user)}") as memory:
+        with open_(f"only-{USERS.index(user)}") as memory:
             own: dict[str, list[str]] = {}
             alone = [take(memory, own, call) for call in calls if call[1] == user]
             assert alone == [answer for answer, call in zip(together, calls, strict=True) if call[1] == user]
@@ -121,23 +126,25 @@ def same_alone(open_memory: Opener, folder: Path, calls: list[Any]) -> None:
             assert {name: one[name] for name in one if name not in changing} == {
                 name: other[name] for name in other if name not in changing
             }
-        with open_memory(f"{name}-{USERS.index(user)}") as memory:
+        with open_(f"only-{USERS.index(user)}") as memory:
             assert uses[user] == [record.uses for record in memory.records(user=user)]
 
 
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS)
-def test_no_call_reads_or_counts_another_users_records(calls: list[Any], open_memory: Opener, tmp_path: Path) -> None:
-    same_alone(open_memory, tmp_path, calls)
+def test_no_call_reads_or_counts_another_users_records(
+    calls: list[Any], place: Place, encoder: TextEncoder, tmp_path: Path
+) -> None:
+    same_alone(place, encoder, tmp_path, calls)
 
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(calls=CALLS)
 def test_no_call_reads_another_users_records_in_many_tries(
-    calls: list[Any], open_memory: Opener, tmp_path: Path
+    calls: list[Any], place: Place, encoder: TextEncoder, tmp_path: Path
 ) -> None:
-    same_alone(open_memory, tmp_path, calls)
+    same_alone(place, encoder, tmp_path, calls)
 
 
 def fill(memory: Memory) -> None:
