@@ -321,6 +321,23 @@ def test_an_index_follows_what_is_written_and_erased(large: tuple[PostgresStore,
     assert store.check() == []
 
 
+def test_several_vectors_are_looked_for_at_once_in_the_same_view(
+    large: tuple[PostgresStore, np.ndarray], open_store: Callable[..., PostgresStore]
+) -> None:
+    store, vectors = large
+    other, asked = open_store(), vectors[[3, 100, 200]]
+    with store.reading():
+        user = Selection(store._user_id("ann") or 0)
+        alone = [store.nearest(user, each[None], 5)[0][0].tolist() for each in asked]
+        write(other, new_records(random.Random(2), [Scope("ann")], 3), asked)  # which is not seen, by any connection
+        assert [seqs.tolist() for seqs, _ in store.nearest(user, asked, 5)] == alone
+        store._places = threading.BoundedSemaphore(1)
+        store._places.acquire()  # no other connection is free
+        assert [seqs.tolist() for seqs, _ in store.nearest(user, asked, 5)] == alone
+    with other.reading():
+        assert all(seqs[1] == before[0] for (seqs, _), before in zip(other.nearest(user, asked, 5), alone, strict=True))
+
+
 def test_an_index_that_was_not_finished_is_built_again(large: tuple[PostgresStore, np.ndarray]) -> None:
     store, vectors = large
     with store._outside() as connection:

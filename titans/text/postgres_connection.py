@@ -6,9 +6,10 @@ import os
 import struct
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import unquote
 
 import numpy as np
@@ -41,6 +42,8 @@ SELECT set_config('tcp_keepalives_idle', '5', false), set_config('tcp_keepalives
     set_config('tcp_keepalives_count', '3', false),
     CASE current_setting('synchronous_commit') WHEN 'off' THEN set_config('synchronous_commit', 'on', false) END
 """
+READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+T = TypeVar("T")
 Values = Sequence[Any] | Mapping[str, Any]  # of the placeholders of a statement
 
 _INHERITED: list[Any] = []  # connections of a parent process: closing one here could disturb it there
@@ -132,6 +135,7 @@ class Server:
         self._free: list[Any] = []
         self._places = threading.BoundedSemaphore(CONNECTIONS)
         self._thread = threading.local()
+        self._threads = ThreadPoolExecutor(CONNECTIONS // 2)
 
     def _connect(self, new: bool = False) -> Any:
         """A new connection; with ``new``, the store is looked at, and made if it is not there."""
@@ -203,13 +207,37 @@ class Server:
         if self._inside() is not None:
             yield
             return
-        with self._transaction("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY", writing=False):
+        with self._transaction(READ, writing=False):
             yield
 
+    def _beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begins some reading in another thread, by another connection with the same view of the store.
+
+        Returns:
+            what waits for its result; where no connection is free, the work is done only then.
+        """
+        if self._current.writing:  # nobody else can see what is not committed
+            return work
+        snapshot = self._value("SELECT pg_export_snapshot()")
+
+        def read() -> T:
+            with self._transaction(f"{READ};SET TRANSACTION SNAPSHOT '{snapshot}'", writing=False, patience=0):
+                return work()
+
+        begun = self._threads.submit(read)
+
+        def wait() -> T:
+            try:
+                return begun.result()
+            except StoreError:
+                return work()
+
+        return wait
+
     @contextmanager
-    def _transaction(self, begin: str, writing: bool) -> Iterator[None]:
+    def _transaction(self, begin: str, writing: bool, patience: float = PATIENCE) -> Iterator[None]:
         assert self._inside() is None, "a transaction is not begun in another one"
-        with self._as_sentences(), self._place():
+        with self._as_sentences(), self._place(patience):
             connection = self._begin(begin)
             self._thread.transaction = Transaction(connection, connection.cursor(), self._process, writing)
             try:
@@ -251,13 +279,13 @@ class Server:
                 self._free.append(connection)
 
     @contextmanager
-    def _place(self) -> Iterator[None]:
+    def _place(self, patience: float = PATIENCE) -> Iterator[None]:
         """Waits until this process may use one more connection."""
         self._reset_after_fork()
         if self._closed:
             raise StoreError(f"{self.name} is closed")
         places = self._places
-        if not places.acquire(timeout=PATIENCE):
+        if not places.acquire(timeout=patience):
             raise StoreError(f"{self.name} is busy: all {CONNECTIONS} connections of this process are in use")
         try:
             yield
@@ -286,6 +314,7 @@ class Server:
         with self.lock:
             self._closed = True
             if self._process == os.getpid():
+                self._threads.shutdown(wait=False)
                 for connection in self._free:
                     connection.close()
 

@@ -81,7 +81,7 @@ class Finder(Server):
         if index is not None:
             asked = many if rows.count == index.count else math.ceil(WIDER * many * index.count / rows.count)
             if asked <= MOST_CANDIDATES:
-                return [self._ask(index, asked, rows, vector, many) for vector in vectors]
+                return self._ask_all(index, asked, rows, vectors, many)
         if len(vectors) > TOGETHER and rows.count <= FETCHED:
             return self._compare_here(rows, vectors, many)
         return [self._compare(rows, vector, many) for vector in vectors]
@@ -108,6 +108,20 @@ class Finder(Server):
         matrix = load_vectors([row[1] for row in found])
         best = [nearest_exact(matrix, vector, many) for vector in vectors]
         return [(seqs[places], cosines) for places, cosines in best]
+
+    def _ask_all(
+        self, index: Index, asked: int, rows: Rows, vectors: np.ndarray, many: int
+    ) -> list[tuple[np.ndarray, np.ndarray]]:
+        """For each vector what :meth:`_ask` finds; the server looks for two at a time."""
+
+        def ask(some: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:
+            return [self._ask(index, asked, rows, vector, many) for vector in some]
+
+        if len(vectors) == 1:
+            return ask(vectors)
+        half = (len(vectors) + 1) // 2
+        others = self._beside(lambda: ask(vectors[half:]))
+        return ask(vectors[:half]) + others()
 
     def _ask(
         self, index: Index, asked: int, rows: Rows, vector: np.ndarray, many: int
