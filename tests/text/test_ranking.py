@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titans.text.ranking import Eviction, Ranking, bm25, choose_evicted, content_words, fuse, order_by, rarest
+from titans.text.ranking import (
+    Eviction,
+    Ranking,
+    bm25,
+    choose_evicted,
+    content_words,
+    count_words,
+    fuse,
+    order_by,
+    rarest,
+)
 
 WORDS = ["a", "b", "c", "d"]
 TEXTS = st.lists(st.lists(st.sampled_from([*WORDS, "e", "f"]), min_size=1, max_size=9), min_size=1, max_size=12)
@@ -38,7 +48,8 @@ def test_bm25_is_the_textbook_formula_over_the_allowed_texts(texts: list[list[st
         for wanted in WORDS
     ]
     lengths = np.array([len(text) for text in texts])
-    found, scores = bm25([posting.astype(np.int64) for posting in postings], places, lengths, allowed)
+    counted = [count_words(posting.astype(np.int64), places, lengths, allowed) for posting in postings]
+    found, scores = bm25(counted, int(allowed.sum()), int(lengths[allowed].sum()))
     may = [index for index in range(len(texts)) if allowed[index]]
     expected = dict(zip(places[may].tolist(), textbook([texts[i] for i in may], WORDS) if may else [], strict=True))
     assert dict(zip(found.tolist(), scores.tolist(), strict=True)) == pytest.approx(

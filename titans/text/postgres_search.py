@@ -17,7 +17,7 @@ from psycopg import sql as compose
 from titans.text.index import nearest_exact
 from titans.text.postgres_connection import CANDIDATES, Numbers, Server, load_vectors
 from titans.text.postgres_schema import lock_key
-from titans.text.ranking import K1, MOST_POSTINGS, B, rarest
+from titans.text.ranking import MOST_POSTINGS, bm25, rarest
 from titans.text.store import WORD, Matches, Selection, Stemmer, Tests, checksum
 
 EXACT = 5_000  # records that are compared one by one; users with more get an index
@@ -171,7 +171,7 @@ class Finder(Server):
             postings = {stem: posting[:, np.isin(posting[0], seqs)] for stem, posting in postings.items()}
         else:
             count, total = self._totals(selection)
-        seqs, scores = _bm25([postings[stem] for stem in chosen if stem in postings], count, total)
+        seqs, scores = bm25([postings[stem] for stem in chosen if stem in postings], count, total)
         return Matches(
             dict(zip(seqs[:many].tolist(), scores[:many].tolist(), strict=True)),
             tuple(word for word, stem in stems.items() if frequencies.get(stem) and stem not in chosen),
@@ -333,20 +333,6 @@ def _covers(one: Selection, other: Selection) -> bool:
     """Whether what is known of one selection tells that of another."""
     scopes = one.scopes is None or (other.scopes is not None and {*other.scopes} <= {*one.scopes})
     return one.user == other.user and one.tests is other.tests and scopes
-
-
-def _bm25(postings: Sequence[np.ndarray], count: int, total: int) -> tuple[np.ndarray, np.ndarray]:
-    """BM25 of ``count`` records with ``total`` words, from the (numbers, times, lengths) of each word, best first."""
-    mean = max(1.0, total / max(1, count))
-    numbers, parts = [np.empty(0, dtype=np.int64)], [np.empty(0)]
-    for seqs, times, lengths in postings:
-        weight = math.log(1 + (count - len(seqs) + 0.5) / (len(seqs) + 0.5))
-        numbers.append(seqs)
-        parts.append(weight * times * (K1 + 1) / (times + K1 * (1 - B + B * lengths / mean)))
-    seqs, inverse = np.unique(np.concatenate(numbers), return_inverse=True)
-    scores = np.bincount(inverse, weights=np.concatenate(parts), minlength=len(seqs))
-    order = np.lexsort((seqs, -scores))
-    return seqs[order], scores[order]
 
 
 def _indexed(width: int) -> str:

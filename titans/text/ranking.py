@@ -12,13 +12,13 @@ import numpy as np
 from titans.text.details import details
 
 K1, B = 1.2, 0.75  # of BM25
-NEAR = 0.65  # a cosine above it is rarely chance
+NEAR = 0.55  # a plain statement with a higher cosine is rarely there by chance
 MOST_POSTINGS = 5_000  # of the words of one question; the rarest words come first
 STOP_WORDS = frozenset(
     """
-    a about an and are as at be been but by can could d did do does for from had has have he her him his how i if in
-    into is it its ll m me my no not of on or our re s she should so some t than that the their them then there these
-    they this to ve was we were what when where which who whom whose why will with would you your
+    a about an and are as at be been but by can could did do does for from had has have he her him his how i if in into
+    is it its me my no not of on or our she should so some than that the their them then there these they this to was
+    we were what when where which who whom whose why will with would you your
     """.split()  # noqa: SIM905
 )
 POLICIES = ("informative", "longest", "fifo", "random")
@@ -44,7 +44,7 @@ class Ranking:
         pool: how many candidates each of the first three signals may name.
         context: for ``neural``, how much of the text before it in its scope is added to each text.
         candidates: for ``neural``, how many of the nearest texts are looked at, with those that follow them.
-        near: what a cosine adds by which a text is nearer to the question than ``NEAR``, whatever its rank.
+        near: what a cosine adds by which a plain statement is nearer to the question than ``NEAR``, whatever its rank.
     """
 
     bm25: float = 1.0
@@ -160,39 +160,45 @@ def rarest(frequencies: Mapping[str, int], most: int = MOST_POSTINGS) -> list[st
     return chosen
 
 
-def bm25(
-    postings: Sequence[np.ndarray], seqs: np.ndarray, lengths: np.ndarray, allowed: np.ndarray | None = None
-) -> tuple[np.ndarray, np.ndarray]:
-    """BM25 over the records that may be found, and nothing else: no other record changes a score.
+def count_words(
+    posting: np.ndarray, seqs: np.ndarray, lengths: np.ndarray, allowed: np.ndarray | None = None
+) -> np.ndarray:
+    """(3, m): the numbers of the records that have a word and may be found, how often they have it, and their lengths.
 
     Args:
-        postings: for each word of the question, the numbers of the records that contain it, once per occurrence.
+        posting: the numbers of the records that have the word, once per occurrence.
         seqs: (n,) the numbers of all records, sorted.
         lengths: (n,) their numbers of words.
         allowed: (n,) bool, which of them may be found; None: all.
+    """
+    found, times = np.unique(posting, return_counts=True)
+    rows = np.searchsorted(seqs[:-1], found)
+    there = seqs[rows] == found
+    if allowed is not None:
+        there &= allowed[rows]
+    return np.stack([found[there], times[there], lengths[rows[there]]])
+
+
+def bm25(postings: Sequence[np.ndarray], count: int, total: int) -> tuple[np.ndarray, np.ndarray]:
+    """BM25 over the records that may be found, and nothing else: no other record changes a score.
+
+    Args:
+        postings: for each word of the question (3, m): see :func:`count_words`.
+        count, total: how many records may be found, and how many words they have.
 
     Returns:
         the numbers of the records that have a word of the question, and their scores, best first.
     """
-    count = len(seqs) if allowed is None else int(allowed.sum())
-    if not count:
-        return seqs[:0], np.empty(0)
-    mean = max(1.0, float(lengths.mean() if allowed is None else lengths[allowed].mean()))
-    found_rows, found_scores = [np.empty(0, dtype=np.int64)], [np.empty(0)]
-    for posting in postings:
-        found, times = np.unique(posting, return_counts=True)
-        rows = np.minimum(np.searchsorted(seqs, found), len(seqs) - 1)
-        there = seqs[rows] == found
-        if allowed is not None:
-            there &= allowed[rows]
-        rows, times = rows[there], times[there]
-        weight = math.log(1 + (count - len(rows) + 0.5) / (len(rows) + 0.5))
-        found_rows.append(rows)
-        found_scores.append(weight * times * (K1 + 1) / (times + K1 * (1 - B + B * lengths[rows] / mean)))
-    rows, inverse = np.unique(np.concatenate(found_rows), return_inverse=True)
-    scores = np.bincount(inverse, weights=np.concatenate(found_scores), minlength=len(rows))
-    order = np.lexsort((rows, -scores))
-    return seqs[rows[order]], scores[order]
+    mean = max(1.0, total / max(1, count))
+    found, parts = [np.empty(0, dtype=np.int64)], [np.empty(0)]
+    for seqs, times, lengths in postings:
+        weight = math.log(1 + (count - len(seqs) + 0.5) / (len(seqs) + 0.5))
+        found.append(seqs)
+        parts.append(weight * times * (K1 + 1) / (times + K1 * (1 - B + B * lengths / mean)))
+    seqs, inverse = np.unique(np.concatenate(found), return_inverse=True)
+    scores = np.bincount(inverse, weights=np.concatenate(parts), minlength=len(seqs))
+    order = np.lexsort((seqs, -scores))
+    return seqs[order], scores[order]
 
 
 def fuse(

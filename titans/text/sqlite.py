@@ -20,7 +20,7 @@ import numpy as np
 
 from titans.text.database import PATIENCE, Database
 from titans.text.index import LocalIndex, Segment, UserRow
-from titans.text.ranking import MOST_POSTINGS, bm25, rarest
+from titans.text.ranking import MOST_POSTINGS, bm25, count_words, rarest
 from titans.text.records import Event, Record, Scope, StoreError, new_id, utc_now
 from titans.text.store import (
     WORD,
@@ -303,8 +303,10 @@ class SqliteStore(Database, Store):
         }
         chosen = rarest(frequencies, most)
         known = self.index.catalogue(selection.user, vectors=False)
-        postings = [self._postings(marked[stem]) for stem in chosen]
-        seqs, scores = bm25(postings, known.seqs, known.lengths, self.index.allowed(known, selection))
+        allowed = self.index.allowed(known, selection)
+        lengths = known.lengths if allowed is None else known.lengths[allowed]
+        postings = [count_words(self._postings(marked[stem]), known.seqs, known.lengths, allowed) for stem in chosen]
+        seqs, scores = bm25(postings, len(lengths), int(lengths.sum()))
         return Matches(
             dict(zip(seqs[:many].tolist(), scores[:many].tolist(), strict=True)),
             tuple(word for word, stem in stems.items() if frequencies.get(stem) and stem not in chosen),
