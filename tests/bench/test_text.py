@@ -53,9 +53,10 @@ def test_every_figure_is_measured_and_vectors_are_kept(books: Path, tmp_path: Pa
     settings = TextBenchmarkSettings(str(books), records=30, queries=3, batch=4, threads=1)
     report = run_text_benchmark(settings, out=tmp_path / "out")
     assert report["results"]["index_recall"] == 1.0  # so few records are searched one by one
+    assert report["results"]["ranking_recall"] == 1.0
     assert all(value >= 0 for value in report["results"].values())
     store, writes, _ = sections(report)
-    assert "30 records" in store.paragraphs[0] and len(store.tables[0].rows) == 11
+    assert "30 records" in store.paragraphs[0] and len(store.tables[0].rows) == 13
     assert [row[0] for row in writes.tables[0].rows] == ["sentences", "short texts", "known vectors"]
     assert list(figures(report)) == [store.title, writes.title]
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {"vectors.npz"}

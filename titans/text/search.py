@@ -8,11 +8,14 @@ from datetime import datetime, timezone
 
 import numpy as np
 
+from titans.text.details import split_speaker
 from titans.text.ranking import Ranking, content_words, fuse, order_by
 from titans.text.records import DamagedStore, Found, Hit, Record
 from titans.text.store import WORD, Matches, Selection, Store
+from titans.text.versions import FIRST, find_newest, is_statement
 
 SLACK = 0.2  # by how much a newer version may be further from the question than an older one
+NEAREST = 10  # records by meaning that may count for being near
 WINDOW = 20  # hits, and at least twice as many as asked for, among which newer versions go above older ones
 
 
@@ -80,7 +83,11 @@ class Search:
         if ranking.surprise:
             orders["surprise"] = order_by(candidates, lambda seq: known[seq].surprise)
 
-        fused = fuse(orders, ranking, named.get("cosine"))
+        nearest = orders.get("cosine", [])[:NEAREST] if ranking.near else []
+        known |= self._records([seq for seq in nearest if seq not in known])
+        # A long turn that is near to a question shares its topic; a plain statement answers it.
+        stated = [seq for seq in nearest if is_statement(split_speaker(known[seq].text)[1])]
+        fused = fuse(orders, ranking, {seq: named["cosine"][seq] for seq in stated})
         window = max(WINDOW, 2 * limit)
         known |= self._records([seq for seq, _ in fused[:window] if seq not in known])
         versions = Versions(self.store, {seq: known[seq] for seq, _ in fused[:window]}, bool(self.selection.tests))
@@ -96,6 +103,10 @@ class Search:
                     break
         known |= versions.records
         known |= self._records([seq for seq, _ in chosen if seq not in known])
+        first = [seq for seq, _ in chosen[:FIRST]]
+        newest = find_newest([(known[seq], cosines[seq]) for seq in first], self._vectors(first)) if first else 0
+        if newest and not versions.linked(first[0], first[newest]):
+            chosen.insert(0, (chosen.pop(newest)[0], chosen[0][1]))
         ranks = {name: {seq: rank for rank, seq in enumerate(order, 1)} for name, order in orders.items()}
         hits = [
             Hit(
@@ -211,6 +222,10 @@ class Versions:
             return bool(own & named) and 2 * len(own) <= len(words[member])
 
         return [member for member in members if cosines[member] >= least and not is_named(member)]
+
+    def linked(self, one: int, other: int) -> bool:
+        """Whether two records are versions of one statement: their order is settled."""
+        return other in self._versions.get(one, ())
 
     def replaced_by(self, seq: int) -> str | None:
         """The id of the newest version, if that is another record."""
