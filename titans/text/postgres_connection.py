@@ -238,8 +238,9 @@ class Server:
     def _transaction(self, begin: str, writing: bool, patience: float = PATIENCE) -> Iterator[None]:
         assert self._inside() is None, "a transaction is not begun in another one"
         with self._as_sentences(), self._place(patience):
-            connection = self._begin(begin)
-            self._thread.transaction = Transaction(connection, connection.cursor(), self._process, writing)
+            connection, facts = self._begin(begin)
+            known = {} if writing else {"meta": facts}
+            self._thread.transaction = Transaction(connection, connection.cursor(), self._process, writing, known)
             try:
                 yield
                 # The server would answer a COMMIT after a failure that somebody caught with a silent ROLLBACK.
@@ -254,17 +255,23 @@ class Server:
                 self._thread.transaction = None
                 self._put_back(connection)
 
-    def _begin(self, begin: str) -> Any:
-        """A connection on which a transaction has begun; one that was lost while nobody used it is replaced."""
+    def _begin(self, begin: str) -> tuple[Any, dict[str, str]]:
+        """A connection on which a transaction has begun, and the facts about the store.
+
+        A connection that was lost while nobody used it is replaced.
+        """
         while True:
             with self.lock:
                 kept = self._free.pop() if self._free else None
             connection = kept or self._connect()
             try:
-                connection.execute(
-                    f"{begin};SET LOCAL search_path = {self._search_path};SET LOCAL hnsw.ef_search = {CANDIDATES}"
+                cursor = connection.execute(
+                    f"{begin};SET LOCAL search_path = {self._search_path};"
+                    f"SET LOCAL hnsw.ef_search = {CANDIDATES};SELECT key, value FROM meta"
                 )
-                return connection
+                while cursor.nextset():
+                    pass
+                return connection, dict(cursor.fetchall())
             except BaseException as error:
                 lost = connection.closed
                 connection.close()

@@ -61,6 +61,7 @@ class Finder(Server):
         super()._begin_process()
         self._stemmer = Stemmer()
         self._stems: dict[str, str] = {}
+        self._indexes: set[str] = set()  # of which it is known that they can be used
 
     def get_meta(self, key: str) -> str | None:
         """A fact about the store itself."""
@@ -239,9 +240,15 @@ class Finder(Server):
 
     def _find_index(self, user: int, width: int) -> Index | None:
         name, where, _ = self._describe_index(user)
-        sql = "SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)"
-        valid = self._once(name, lambda: self._value(sql, (name,)))
-        return Index(_indexed(width), where, self._totals(Selection(user))[0]) if valid else None
+        if name not in self._indexes:  # if it has been dropped since, the server compares one by one
+            if not self._can_use(name):
+                return None
+            self._indexes.add(name)
+        return Index(_indexed(width), where, self._totals(Selection(user))[0])
+
+    def _can_use(self, name: str) -> bool:
+        """Whether there is an index of that name, and it was finished."""
+        return bool(self._value("SELECT indisvalid FROM pg_index WHERE indexrelid = to_regclass(%s)", (name,)))
 
     def _index_names(self) -> list[str]:
         """The vector indexes that there are, of those not finished too."""
@@ -260,7 +267,7 @@ class Finder(Server):
             if number is None or self._totals(Selection(number))[0] <= EXACT:
                 return
             name, where, width = self._describe_index(number)
-            if width > WIDEST or self._find_index(number, width) is not None:
+            if width > WIDEST or self._can_use(name):
                 return
         with self._outside() as connection:
             key = lock_key("index", self.schema)
