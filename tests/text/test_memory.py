@@ -443,6 +443,35 @@ def test_a_reindex_that_fails_leaves_the_old_store(open_plain: Opener, other_enc
     assert memory.search(TEXTS[2]).hits[0].record.text == TEXTS[2]
 
 
+def test_what_others_write_during_a_reindex_is_in_it(open_memory: Opener, other_encoder: TextEncoder) -> None:
+    memory = open_memory()
+    records = memory.add_many(TEXTS[:5])
+    other, expected = open_memory(encoder=other_encoder), open_memory("expected", encoder=other_encoder)
+    changes = [
+        lambda: memory.add(FACTS[0]),
+        lambda: memory.delete(records[2].id),
+        lambda: memory.update(records[3].id, FACTS[1]),
+        lambda: memory.add(TEXTS[0]),
+    ]
+
+    def write(done: int, total: int, what: str) -> None:
+        if done == 5:
+            changes.pop(0)()
+        while done == 6 and changes:  # when that one has been encoded, too
+            changes.pop(0)()
+
+    assert other.reindex(write) == 5
+    assert changes == []
+    expected.add_many([*TEXTS[:2], FACTS[1], TEXTS[4], FACTS[0]])
+    assert bits(other) == bits(expected)
+    assert [(r.text, r.surprise) for r in other.records()] == [(r.text, r.surprise) for r in expected.records()]
+    assert other.search(FACTS[1]).hits[0].record.repeats == 0
+    assert other.search(TEXTS[0]).hits[0].record.repeats == 1
+    assert other.check() == []
+    with pytest.raises(OtherEncoder):
+        memory.add("x")
+
+
 @pytest.mark.parametrize("policy", ["informative", "fifo", "random", "longest"])
 def test_a_limited_store_keeps_what_its_policy_says(open_memory: Opener, policy: str) -> None:
     memory = open_memory(limit=6, eviction=policy)
