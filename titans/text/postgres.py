@@ -585,6 +585,19 @@ class PostgresStore(Finder, Store):
                 raise self._damaged(f"the vector of record number {seq} is not what was written")
         return matrix[[places[seq] for seq in numbers]]
 
+    def products(self, seqs: Sequence[int], vectors: np.ndarray) -> np.ndarray:
+        """(n, m): the products of records' vectors with some vectors (m, width), which the server computes."""
+        values = {f"vector{number}": vector for number, vector in enumerate(vectors)}
+        columns = ", ".join(f"-(vector <#> %({name})s)" for name in values)
+        numbers = [int(seq) for seq in seqs]
+        rows = self._all(
+            f"SELECT seq, {columns} FROM vectors WHERE seq = ANY(%(seqs)s)", {**values, "seqs": Numbers(numbers)}
+        )
+        found = {row[0]: row[1:] for row in rows}
+        if len(found) < len(set(numbers)):
+            raise self._damaged(f"{len(set(numbers)) - len(found)} records have no vector")
+        return np.array([found[seq] for seq in numbers], dtype=np.float32).reshape(len(numbers), len(vectors))
+
     def replace_vectors(self, vectors: Iterable[tuple[int, np.ndarray]], encoder: str) -> None:
         """Other vectors for all records; the memory states and the vector index are dropped with the old ones.
 

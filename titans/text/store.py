@@ -276,6 +276,11 @@ class Store(ABC):
     def vectors(self, seqs: Sequence[int], width: int) -> np.ndarray:
         """The vectors (n, width) of records, in the order asked for."""
 
+    def products(self, seqs: Sequence[int], vectors: np.ndarray) -> np.ndarray:
+        """(n, m): the products of records' vectors with some vectors (m, width), in the order asked for."""
+        found: np.ndarray = self.vectors(seqs, vectors.shape[1]) @ vectors.T
+        return found
+
     @abstractmethod
     def replace_vectors(self, vectors: Iterable[tuple[int, np.ndarray]], encoder: str) -> None:
         """Other vectors for all records; the memory states and the vector index are dropped with the old ones."""
