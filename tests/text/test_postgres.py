@@ -219,7 +219,8 @@ def of_scope(store: Store, scope: Scope, everything: list[Record]) -> Any:
     return (
         row.count, row.version, ids(store, seqs), ids(store, store.scope_seqs(row.id, 2)), named,
         {place: id for place, (_, id) in same.items()}, store.find_state(row.id, 9),
-        store.vectors(seqs, WIDTH).tobytes(), np.round(store.products(seqs, unit(np.random.default_rng(3), 2)), 5).tolist(),
+        store.vectors(seqs, WIDTH).tobytes(),
+        np.round(store.products(seqs, unit(np.random.default_rng(3), 2)), 5).tolist(),
         len(store.matching_scopes(scope, below=True)),
     )  # fmt: skip
 
