@@ -55,7 +55,7 @@ class Ranking:
     constant: float = 4.0
     pool: int = 50
     context: float = 0.45
-    candidates: int = 100
+    candidates: int = 64
     near: float = 3.0
 
     def __post_init__(self) -> None:
