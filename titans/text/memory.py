@@ -389,7 +389,8 @@ class Memory:
             if selection is None:
                 return Found([], 0, threshold, f"nothing is remembered of {scope}")
             voice = self._voice(selection, vector) if self.ranking.neural else None
-            search = Search(self.store, selection, query, vector, voice, self._project, self.ranking)
+            project = None if self.neural.in_encoder_space else self._project
+            search = Search(self.store, selection, query, vector, voice, project, self.ranking)
             found, seqs = search.find(limit, threshold)
         if count_uses:
             with self._lock:

@@ -153,6 +153,12 @@ class NeuralTextMemory(nn.Module):
         """The encoder's vectors (..., width) as unit vectors (..., dim)."""
         return _unit(self.to_dim(vectors))
 
+    @property
+    def in_encoder_space(self) -> bool:
+        """Whether a unit vector of the encoder is its own projection, as it is by default."""
+        weight = self.to_dim.weight
+        return weight.shape[0] == weight.shape[1] and torch.equal(weight, torch.eye(len(weight)))
+
     def create(self, batch: int = 1) -> MemoryState:
         """The learned start M_0 for ``batch`` scopes, part of the graph."""
         return MemoryState.create([weight.expand(batch, 1, -1, -1) for weight in self.initial])

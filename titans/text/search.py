@@ -41,7 +41,7 @@ class Search:
         query: the question.
         vector: (width,), its vector.
         voice: of the memories; None: they are not asked.
-        project: takes vectors to the space of the memories.
+        project: takes vectors to the space of the memories; None: the encoder's space is theirs.
         ranking: the weights.
     """
 
@@ -52,7 +52,7 @@ class Search:
         query: str,
         vector: np.ndarray,
         voice: Voice | None,
-        project: Callable[[np.ndarray], np.ndarray],
+        project: Callable[[np.ndarray], np.ndarray] | None,
         ranking: Ranking,
     ) -> None:
         self.store, self.selection, self.query, self.vector = store, selection, query, vector
@@ -94,9 +94,9 @@ class Search:
         chosen: list[tuple[int, float]] = []
         cosines: dict[int, float] = {}
         # The index rounds its cosines, and has none for what only the words found.
-        near = dict(zip(versions.records, (self._vectors([*versions.records]) @ self.vector).tolist(), strict=True))
+        near = self._products([*versions.records], self.vector)
         for seq, score in versions.newest_first(fused, near, asked):
-            cosines[seq] = near[seq] if seq in near else float(self._vectors([seq])[0] @ self.vector)
+            cosines[seq] = near[seq] if seq in near else self._products([seq], self.vector)[seq]
             if threshold is None or cosines[seq] >= threshold:
                 chosen.append((seq, score))
                 if len(chosen) == limit:
@@ -147,7 +147,11 @@ class Search:
         if not before:
             return {}
         seqs = sorted({*before, *(seq for seq in before.values() if seq is not None)})
-        products = dict(zip(seqs, (self._project(self._vectors(seqs)) @ voice.vector).tolist(), strict=True))
+        if self._project is None:
+            products = self._products(seqs, voice.vector)
+        else:
+            projected = self._project(self._vectors(seqs))
+            products = dict(zip(seqs, (projected @ voice.vector).tolist(), strict=True))
         share = self.ranking.context
         return {
             seq: products[seq] + (0.0 if earlier is None else share * products[earlier])
@@ -159,6 +163,9 @@ class Search:
         if len(found) < len(seqs):
             raise DamagedStore(f"{self.store.name} is damaged: a record that is in its index is not in its tables")
         return found
+
+    def _products(self, seqs: Sequence[int], vector: np.ndarray) -> dict[int, float]:
+        return dict(zip(seqs, self.store.products(seqs, vector[None])[:, 0].tolist(), strict=True))
 
     def _vectors(self, seqs: Sequence[int]) -> np.ndarray:
         return self.store.vectors(seqs, len(self.vector))
