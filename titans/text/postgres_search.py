@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
@@ -156,7 +156,7 @@ class Finder(Server):
 
     def find_words(self, selection: Selection, words: Sequence[str], many: int, most: int = MOST_POSTINGS) -> Matches:
         """The best records by BM25 over the selection: no other record changes a score."""
-        stems = dict(zip(words, self._stemmer.stems(words), strict=True))
+        stems = self._stem(words)
         frequencies = self._frequencies(selection.user, sorted({*stems.values()} - {""}), most)
         chosen = rarest(frequencies, most)
         where, values = of_scopes(selection, "user_id", "scope")
@@ -196,16 +196,20 @@ class Finder(Server):
     def _find_stems(self, texts: Sequence[str]) -> list[Counter[str]]:
         """The stems of each text and how often it has them."""
         words = [WORD.findall(text) for text in texts]
-        with self.lock:
-            different = {word for found in words for word in found}
-            if len(self._stems) + len(different) > STEMS_KEPT:
-                self._stems.clear()
-            new = [word for word in different if word not in self._stems]
-            self._stems.update(zip(new, self._stemmer.stems(new), strict=True))
-            stems = [Counter(map(self._stems.__getitem__, found)) for found in words]
+        known = self._stem({word for found in words for word in found})
+        stems = [Counter(map(known.__getitem__, found)) for found in words]
         for each in stems:
             each.pop("", None)
         return stems
+
+    def _stem(self, words: Collection[str]) -> dict[str, str]:
+        """The stem of each word."""
+        with self.lock:
+            new = [word for word in dict.fromkeys(words) if word not in self._stems]
+            if len(self._stems) + len(new) > STEMS_KEPT:
+                self._stems, new = {}, list(dict.fromkeys(words))
+            self._stems.update(zip(new, self._stemmer.stems(new) if new else (), strict=True))
+            return {word: self._stems[word] for word in words}
 
     # Selections
 
@@ -217,7 +221,7 @@ class Finder(Server):
         return found
 
     def _matching(self, selection: Selection) -> np.ndarray:
-        """(3, n): numbers, scopes and lengths of the records of a selection that pass its tests, in their order."""
+        """(3, n): numbers, scopes and lengths of the records of a selection that pass its tests, in any order."""
         known = self._current.known
         last: tuple[Selection, np.ndarray] | None = known.get("matching")
         if last is None or not _covers(last[0], selection):
@@ -348,8 +352,8 @@ def _indexed(width: int) -> str:
 
 
 def _sent(column: str) -> str:
-    """SQL that sends all whole numbers of a column as bytes, which is much quicker than one by one."""
-    return f"string_agg(int8send({column}), ''::bytea ORDER BY seq)"
+    """SQL that sends all whole numbers of a column as bytes, in any order: much quicker than one by one."""
+    return f"string_agg(int8send({column}), ''::bytea)"
 
 
 def _to_numbers(data: bytes | None) -> np.ndarray:
