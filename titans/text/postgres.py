@@ -57,9 +57,12 @@ class PostgresStore(Finder, Store):
 
     def set_meta(self, key: str, value: str | None) -> None:
         """Sets a fact about the store; None removes it."""
+        facts = self._current.facts
+        facts.pop(key, None)
         if value is None:
             self._run("DELETE FROM meta WHERE key = %s", (key,))
         else:
+            facts[key] = value
             self._run(
                 "INSERT INTO meta VALUES (%s, %s) ON CONFLICT (key) DO UPDATE SET value = excluded.value", (key, value)
             )

@@ -91,6 +91,7 @@ class Transaction:
 
     Attributes:
         process: the one it belongs to; a forked process has none of its parent's.
+        facts: about the store; they change only while nobody else writes.
         known: what has been asked once of a view of the store.
     """
 
@@ -98,6 +99,7 @@ class Transaction:
     cursor: Any
     process: int
     writing: bool
+    facts: dict[str, str]
     known: dict[Any, Any] = field(default_factory=dict)
 
 
@@ -239,8 +241,7 @@ class Server:
         assert self._inside() is None, "a transaction is not begun in another one"
         with self._as_sentences(), self._place(patience):
             connection, facts = self._begin(begin)
-            known = {} if writing else {"meta": facts}
-            self._thread.transaction = Transaction(connection, connection.cursor(), self._process, writing, known)
+            self._thread.transaction = Transaction(connection, connection.cursor(), self._process, writing, facts)
             try:
                 yield
                 # The server would answer a COMMIT after a failure that somebody caught with a silent ROLLBACK.

@@ -65,8 +65,7 @@ class Finder(Server):
 
     def get_meta(self, key: str) -> str | None:
         """A fact about the store itself."""
-        found: str | None = self._once("meta", lambda: dict(self._all("SELECT key, value FROM meta"))).get(key)
-        return found
+        return self._current.facts.get(key)
 
     # Vectors
 
