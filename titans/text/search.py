@@ -221,7 +221,7 @@ class Versions:
             member: {word.casefold() for word in content_words(WORD.findall(self.records[member].text))}
             for member in members
         }
-        named = {word.casefold() for word in asked}
+        named = {word.casefold() for word in asked if len(word) > 1}  # not the s of Anna's
 
         def is_named(member: int) -> bool:
             own = words[member].difference(*(words[other] for other in members if other != member))
