@@ -176,7 +176,7 @@ class Server:
         except errors.LockNotAvailable as error:
             raise StoreError(f"{self.name} is busy: others have been writing for {PATIENCE} seconds") from error
         except psycopg.Error as error:
-            said = sentence(error)
+            said = error.diag.message_primary or sentence(error)
             if error.sqlstate is None and "FATAL:" in said:
                 said = f"refuses: {said.rpartition('FATAL:')[2].strip()}"
             elif isinstance(error, psycopg.OperationalError) and (error.sqlstate or AWAY).startswith(AWAY):

@@ -144,7 +144,10 @@ class Store(ABC):
 
     @abstractmethod
     def make_scope(self, scope: Scope) -> ScopeRow:
-        """The exact scope, new if need be; nobody else writes to it until the transaction ends."""
+        """The exact scope, new if need be; nobody else writes to it until the transaction ends.
+
+        Several are made in the order of user, agent and session, so that no two writers wait for each other.
+        """
 
     @abstractmethod
     def lock_scopes(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:
