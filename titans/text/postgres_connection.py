@@ -212,7 +212,7 @@ class Server:
         with self._transaction(READ, writing=False):
             yield
 
-    def _beside(self, work: Callable[[], T]) -> Callable[[], T]:
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
         """Begins some reading in another thread, by another connection with the same view of the store.
 
         Returns:
@@ -220,10 +220,12 @@ class Server:
         """
         if self._current.writing:  # nobody else can see what is not committed
             return work
-        snapshot = self._value("SELECT pg_export_snapshot()")
+        snapshot = self._once("snapshot", lambda: self._value("SELECT pg_export_snapshot()"))
+        begin, known = f"{READ};SET TRANSACTION SNAPSHOT '{snapshot}'", self._current.known
 
         def read() -> T:
-            with self._transaction(f"{READ};SET TRANSACTION SNAPSHOT '{snapshot}'", writing=False, patience=0):
+            with self._transaction(begin, writing=False, patience=0):
+                self._current.known = known
                 return work()
 
         begun = self._threads.submit(read)

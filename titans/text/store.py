@@ -8,10 +8,10 @@ import sqlite3
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -23,6 +23,7 @@ FORMAT = 2  # of the tables, in every engine
 WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
 MARK = "0_"  # of words that are stemmed for any user
+T = TypeVar("T")
 Tests = Mapping[str, Mapping[str, Any]]  # of metadata, as check_filters returns them
 
 
@@ -97,6 +98,13 @@ class Store(ABC):
     @abstractmethod
     def reading(self) -> AbstractContextManager[None]:
         """One view of the store, whatever others write meanwhile; may be nested in itself or in :meth:`writing`."""
+
+    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+        """Begins some reading while the caller does other things, if the engine can; returns what waits for its result.
+
+        Called inside :meth:`reading`; the work sees the same view, and must be waited for there.
+        """
+        return work
 
     @abstractmethod
     def require_writable(self) -> None:
