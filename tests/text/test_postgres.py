@@ -57,16 +57,11 @@ def new_records(draw: random.Random, scopes: list[Scope], many: int) -> list[Rec
     return made
 
 
-def names(scope: Scope) -> tuple[str, str, str]:
-    """By which scopes are sorted: they are locked in this order."""
-    return scope.user, scope.agent or "", scope.session or ""
-
-
 def write(store: Store, records: list[Record], vectors: np.ndarray) -> list[int]:
     """Adds records as a memory does, without one."""
     with store.writing():
         rows: dict[Scope, ScopeRow] = {}
-        for scope in sorted({record.scope for record in records}, key=names):
+        for scope in sorted({record.scope for record in records}, key=str):
             rows[scope] = store.make_scope(scope)
             store.advance_scope(rows[scope].id, sum(record.scope == scope for record in records))
         return store.insert(records, rows, vectors, "encoder")

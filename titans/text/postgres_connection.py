@@ -176,7 +176,7 @@ class Server:
         except errors.LockNotAvailable as error:
             raise StoreError(f"{self.name} is busy: others have been writing for {PATIENCE} seconds") from error
         except psycopg.Error as error:
-            said = error.diag.message_primary or sentence(error)
+            said = sentence(error)
             if error.sqlstate is None and "FATAL:" in said:
                 said = f"refuses: {said.rpartition('FATAL:')[2].strip()}"
             elif isinstance(error, psycopg.OperationalError) and (error.sqlstate or AWAY).startswith(AWAY):
@@ -212,7 +212,7 @@ class Server:
         with self._transaction(READ, writing=False):
             yield
 
-    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
+    def _beside(self, work: Callable[[], T]) -> Callable[[], T]:
         """Begins some reading in another thread, by another connection with the same view of the store.
 
         Returns:
@@ -220,12 +220,10 @@ class Server:
         """
         if self._current.writing:  # nobody else can see what is not committed
             return work
-        snapshot = self._once("snapshot", lambda: self._value("SELECT pg_export_snapshot()"))
-        begin, known = f"{READ};SET TRANSACTION SNAPSHOT '{snapshot}'", self._current.known
+        snapshot = self._value("SELECT pg_export_snapshot()")
 
         def read() -> T:
-            with self._transaction(begin, writing=False, patience=0):
-                self._current.known = known
+            with self._transaction(f"{READ};SET TRANSACTION SNAPSHOT '{snapshot}'", writing=False, patience=0):
                 return work()
 
         begun = self._threads.submit(read)

@@ -120,7 +120,7 @@ class Finder(Server):
         if len(vectors) == 1:
             return ask(vectors)
         half = (len(vectors) + 1) // 2
-        others = self.beside(lambda: ask(vectors[half:]))
+        others = self._beside(lambda: ask(vectors[half:]))
         return ask(vectors[:half]) + others()
 
     def _ask(

@@ -62,20 +62,17 @@ class Search:
         """The hits, best first, and their sequence numbers."""
         ranking = self.ranking
         pool = max(ranking.pool, limit)
-        asked = content_words(WORD.findall(self.query))
-        by_words = self.store.beside(
-            lambda: self.store.find_words(self.selection, asked, pool) if ranking.bm25 else Matches({})
-        )
+        words, asked = Matches({}), content_words(WORD.findall(self.query))
         named: dict[str, dict[int, float]] = {}
+        if ranking.bm25:
+            words = self.store.find_words(self.selection, asked, pool)
+            named["bm25"] = words.scores
         questions = [self.vector] if self.voice is None else [self.vector, _unit(self.voice.in_encoder)]
         by_meaning, *by_memory = self.store.nearest(self.selection, np.stack(questions), max(pool, ranking.candidates))
         if ranking.cosine:
             named["cosine"] = dict(zip(*(each[:pool].tolist() for each in by_meaning), strict=True))
         if self.voice is not None:
             named["neural"] = self._by_memory(self.voice, by_memory[0][0][: ranking.candidates].tolist(), pool)
-        words = by_words()
-        if ranking.bm25:
-            named["bm25"] = words.scores
         orders = {name: order_by(list(values), values.__getitem__) for name, values in named.items()}
         candidates = sorted({seq for values in named.values() for seq in values})
         known: dict[int, Record] = {}

@@ -8,10 +8,10 @@ import sqlite3
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -23,7 +23,6 @@ FORMAT = 2  # of the tables, in every engine
 WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
 MARK = "0_"  # of words that are stemmed for any user
-T = TypeVar("T")
 Tests = Mapping[str, Mapping[str, Any]]  # of metadata, as check_filters returns them
 
 
@@ -99,13 +98,6 @@ class Store(ABC):
     def reading(self) -> AbstractContextManager[None]:
         """One view of the store, whatever others write meanwhile; may be nested in itself or in :meth:`writing`."""
 
-    def beside(self, work: Callable[[], T]) -> Callable[[], T]:
-        """Begins some reading while the caller does other things, if the engine can; returns what waits for its result.
-
-        Called inside :meth:`reading`; the work sees the same view, and must be waited for there.
-        """
-        return work
-
     @abstractmethod
     def require_writable(self) -> None:
         """Raises a :class:`StoreError` if nothing can be written; called anywhere."""
@@ -152,10 +144,7 @@ class Store(ABC):
 
     @abstractmethod
     def make_scope(self, scope: Scope) -> ScopeRow:
-        """The exact scope, new if need be; nobody else writes to it until the transaction ends.
-
-        Several are made in the order of user, agent and session, so that no two writers wait for each other.
-        """
+        """The exact scope, new if need be; nobody else writes to it until the transaction ends."""
 
     @abstractmethod
     def lock_scopes(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:
