@@ -61,7 +61,7 @@ def write(store: Store, records: list[Record], vectors: np.ndarray) -> list[int]
     """Adds records as a memory does, without one."""
     with store.writing():
         rows: dict[Scope, ScopeRow] = {}
-        for scope in sorted({record.scope for record in records}, key=str):
+        for scope in sorted({record.scope for record in records}, key=lambda scope: scope.names):
             rows[scope] = store.make_scope(scope)
             store.advance_scope(rows[scope].id, sum(record.scope == scope for record in records))
         return store.insert(records, rows, vectors, "encoder")

@@ -24,8 +24,8 @@ def wilson(share: float, count: float, level: float = LEVEL) -> tuple[float, flo
     shrink = 1 + z**2 / count
     middle = (share + z**2 / (2 * count)) / shrink
     reach = z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2) / shrink
-    # at 0 and 1 the ends are exact but for rounding
-    return 0.0 if share == 0 else middle - reach, 1.0 if share == 1 else middle + reach
+    # near 0 and 1 the ends are exact but for rounding
+    return min(share, max(0.0, middle - reach)), max(share, min(1.0, middle + reach))
 
 
 def bootstrap(values: Sequence[float], seed: int = 0, level: float = LEVEL) -> Interval:

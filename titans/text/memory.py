@@ -232,8 +232,7 @@ class Memory:
         with self.store.writing():
             self._check_fits()
             # In a fixed order, so that two writers never wait for each other.
-            order = sorted(groups, key=lambda scope: (scope.user, scope.agent or "", scope.session or ""))
-            rows = {scope: self.store.make_scope(scope) for scope in order}
+            rows = {scope: self.store.make_scope(scope) for scope in sorted(groups, key=lambda scope: scope.names)}
             for scope, row in rows.items():
                 members = groups[scope]
                 if merge:

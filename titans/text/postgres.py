@@ -156,7 +156,7 @@ class PostgresStore(Finder, Store):
         row = self._one(
             f"SELECT {SCOPE} JOIN users u ON u.id = s.user_id"
             f" WHERE u.name = %s AND s.agent = %s AND s.session = %s {lock}",
-            (scope.user, scope.agent or "", scope.session or ""),
+            scope.names,
         )
         return None if row is None else ScopeRow(*row)
 
@@ -176,7 +176,7 @@ class PostgresStore(Finder, Store):
             else:
                 self._run(
                     "INSERT INTO scopes (user_id, agent, session) VALUES (%s, %s, %s) ON CONFLICT DO NOTHING",
-                    (user, scope.agent or "", scope.session or ""),
+                    (user, *scope.names[1:]),
                 )
 
     def lock_scopes(self, seqs: Iterable[int]) -> dict[ScopeRow, list[int]]:

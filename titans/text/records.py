@@ -54,6 +54,11 @@ class Scope:
             if getattr(self, name) is not None:
                 check_name(getattr(self, name), name)
 
+    @property
+    def names(self) -> tuple[str, str, str]:
+        """User, agent and session, an empty name for none: several scopes are locked in the order of these."""
+        return self.user, self.agent or "", self.session or ""
+
     def covers(self, other: Scope) -> bool:
         """Whether ``other`` is this scope or below it: no agent, or no session, stands for any."""
         return other.user == self.user and self.agent in (None, other.agent) and self.session in (None, other.session)

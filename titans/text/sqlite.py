@@ -98,7 +98,7 @@ class SqliteStore(Database, Store):
         """The exact scope, if it has been written to."""
         row = self._one(
             f"SELECT {SCOPE} JOIN users u ON u.id = s.user WHERE u.name = ? AND s.agent = ? AND s.session = ?",
-            (scope.user, scope.agent or "", scope.session or ""),
+            scope.names,
         )
         return None if row is None else ScopeRow(*row)
 
@@ -107,7 +107,7 @@ class SqliteStore(Database, Store):
         self._run("INSERT OR IGNORE INTO users (name, count, epoch) VALUES (?, 0, 0)", (scope.user,))
         self._run(
             "INSERT OR IGNORE INTO scopes (user, agent, session, count, version) VALUES (?, ?, ?, 0, 0)",
-            (self._user_id(scope.user), scope.agent or "", scope.session or ""),
+            (self._user_id(scope.user), *scope.names[1:]),
         )
         made = self.find_scope(scope)
         assert made is not None
