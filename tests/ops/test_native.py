@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from titans import NeuralMemory
+from titans.layers.norm import RMSNorm
 from titans.ops.native import library
+from titans.ops.project import gate_output, project_heads
 
 
 def memory(mode: str, **options: object) -> NeuralMemory:
@@ -38,6 +42,52 @@ def test_any_spacing_of_kept_states_gives_the_same_gradients(every: int) -> None
         layer(leaf)[0].square().sum().backward()
         found.append(leaf.grad)
     torch.testing.assert_close(*found)
+
+
+def gradients_of_memories() -> list[Tensor]:
+    """Through every compiled loop of a memory, and PyTorch's own matrix products."""
+    torch.manual_seed(0)
+    x, found = torch.randn(3, 24, 16), list[Tensor]()
+    for layer in (memory("chunked"), memory("exact")):
+        found += torch.autograd.grad(layer(x)[0].square().sum(), list(layer.parameters()))
+    return found
+
+
+def gradients_of_loops() -> list[Tensor]:
+    """Of loops that sum over rows: each has one order of summation."""
+    torch.manual_seed(0)
+    norm, rows = RMSNorm(16), torch.randn(1000, 16, requires_grad=True)
+    qkv, past, kernel = (torch.randn(*size, 48, requires_grad=True) for size in ((3, 24), (3, 3), (4,)))
+    y, weight, gate = (torch.randn(size, requires_grad=True) for size in ((3, 2, 24, 8), (8,), (3, 24, 16)))
+    heads = project_heads(qkv, past, kernel, 2, (1.0, 1.0, 1.0))
+    gated = gate_output(y, weight, gate, 1e-6)
+    result = norm(rows).pow(3).sum() + heads.pow(3).sum() + gated.pow(3).sum()
+    return list(torch.autograd.grad(result, [rows, norm.weight, qkv, past, kernel, y, weight, gate]))
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_do_not_depend_on_threads_bit_for_bit(count: int, threads: None) -> None:
+    torch.set_num_threads(1)
+    expected = gradients_of_loops()
+    torch.set_num_threads(count)
+    for _ in range(100):
+        assert all(map(torch.equal, gradients_of_loops(), expected))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_gradients_of_memories_are_the_same_in_every_run(count: int, threads: None) -> None:
+    torch.set_num_threads(count)
+    expected = gradients_of_memories()
+    for _ in range(100):
+        assert all(map(torch.equal, gradients_of_memories(), expected))
 
 
 @pytest.mark.parametrize("mode", ["chunked", "exact"])

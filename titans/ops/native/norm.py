@@ -32,7 +32,7 @@ class RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        to_x, to_weight, grad = torch.empty_like(x), torch.zeros_like(weight), grad.contiguous()
+        to_x, to_weight, grad = torch.empty_like(x), torch.empty_like(weight), grad.contiguous()
         call(
             "titans_rms_norm_backward", x.dtype, *ctx.sizes, *(address(t) for t in (x, weight, grad, to_x, to_weight))
         )  # fmt: skip
