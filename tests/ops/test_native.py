@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import shutil
+import stat
+import subprocess
+import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -72,7 +78,7 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("count", [1, 2, 4])
+@pytest.mark.parametrize("count", [1, pytest.param(2, marks=pytest.mark.slow), 4])
 def test_gradients_do_not_depend_on_threads_bit_for_bit(count: int, threads: None) -> None:
     torch.set_num_threads(1)
     expected = gradients_of_loops()
@@ -107,18 +113,147 @@ def test_tensors_without_data_never_reach_the_compiled_loops() -> None:
     assert not library.takes(torch.zeros(3), torch.zeros(3, dtype=torch.float64))
 
 
-def test_without_a_home_the_cache_lies_among_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@dataclass(frozen=True)
+class Compiler:
+    """A script that passes for a compiler: what it "compiles" is a copy of the library that a real one made."""
+
+    cache: Path
+    calls: Path
+    script: Path
+
+    def write(self, version: str = "1", refuses: str = "nothing") -> None:
+        finished = library.library(torch.float32)
+        assert finished is not None, "these tests need a C compiler"
+        self.script.write_text(f"""#!/bin/sh
+[ "$1" = --version ] && echo {version} && exit
+case "$*" in *{refuses}*) exit 1;; esac
+echo "$@" >> {self.calls}
+while [ "$1" != -o ]; do shift; done
+cp {finished._name} "$2"
+""")
+        self.script.chmod(0o755)
+
+    def load(self) -> ctypes.CDLL | None:
+        """What a new process would."""
+        return library.library.__wrapped__(torch.float32)
+
+    def built(self) -> list[Path]:
+        return sorted((self.cache / "titan-memory").glob("*"))
+
+    def count(self) -> int:
+        return len(self.calls.read_text().splitlines()) if self.calls.exists() else 0
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
+    made = Compiler(tmp_path / "cache", tmp_path / "calls", tmp_path / "compiler")
+    made.write()
+    monkeypatch.setenv("CC", str(made.script))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(made.cache))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    library._find_compiler.cache_clear()
+    library._temporary_folder.cache_clear()
+    yield made
+    library._find_compiler.cache_clear()
+    library._temporary_folder.cache_clear()
+
+
+def test_compiled_code_is_kept_where_only_its_user_can_write(compiler: Compiler) -> None:
+    assert compiler.load() is not None and compiler.load() is not None
+    (built,) = compiler.built()
+    assert compiler.count() == 1
+    assert stat.S_IMODE(built.stat().st_mode) == stat.S_IMODE(built.parent.stat().st_mode) == 0o700
+
+
+def test_a_folder_of_another_user_is_refused(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler.load()
+    monkeypatch.setattr(os, "geteuid", lambda: compiler.cache.stat().st_uid + 1)
+    with pytest.raises(PermissionError, match="belongs to another user"):
+        library._cache_folder()
+
+
+def test_a_folder_that_others_can_write_is_not_used(compiler: Compiler, tmp_path: Path) -> None:
+    compiler.load()
+    (built,) = compiler.built()
+    built.parent.chmod(0o777)
+    with pytest.warns(UserWarning, match=r"titan-memory can be written by others\); it is compiled again in every"):
+        loaded = compiler.load()
+    assert loaded is not None and compiler.count() == 2
+    folder = Path(loaded._name).parent
+    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize(("text", "mode"), [("broken", 0o700), (None, 0o777)])
+def test_a_file_that_is_broken_or_open_to_others_is_compiled_again(
+    text: str | None, mode: int, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    compiler.load()
+    (built,) = compiler.built()
+    other = tmp_path / "other"  # a process never loads the same path twice
+    shutil.copytree(compiler.cache, other)
+    file = other / "titan-memory" / built.name
+    if text is not None:
+        file.write_text(text)
+    file.chmod(mode)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(other))
+    loaded = compiler.load()
+    assert loaded is not None and Path(loaded._name) == file
+    assert compiler.count() == 2 and stat.S_IMODE(file.stat().st_mode) == 0o700
+
+
+def test_a_new_version_of_the_compiler_compiles_again(compiler: Compiler) -> None:
+    compiler.load()
+    compiler.write(version="2")
+    compiler.load()
+    assert len(compiler.built()) == compiler.count() == 2
+
+
+@pytest.mark.parametrize(
+    ("unknown", "kept"), [("-march", "-fopenmp"), ("-fopenmp", "-march"), ("-[mf][ao][rp]", "-O3")]
+)
+def test_an_option_that_the_compiler_does_not_know_is_left_out(unknown: str, kept: str, compiler: Compiler) -> None:
+    compiler.write(refuses=unknown)
+    assert compiler.load() is not None
+    assert kept in compiler.calls.read_text()
+
+
+@pytest.mark.parametrize("home", ["a file", "none"])
+def test_without_a_home_to_write_to_each_process_has_a_folder_of_its_own(
+    home: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def no_home() -> Path:
         raise RuntimeError("Could not determine home directory.")
 
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setattr(Path, "home", no_home)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert library._cache_folder() == tmp_path / "titan-memory"
+    if home == "none":
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+    else:
+        compiler.cache.write_text("")
+    with pytest.warns(UserWarning, match="compiled code cannot be kept"):
+        loaded = compiler.load()
+    assert loaded is not None
+    folder = Path(loaded._name).parent
+    assert folder.parent == tmp_path and stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_compiler_that_fails_is_named_and_not_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_the_folder_of_a_process_is_removed_when_it_ends(compiler: Compiler, tmp_path: Path) -> None:
+    code = "import torch; from titans.ops.native.library import library; print(library(torch.float32)._name)"
+    environment = {**os.environ, "XDG_CACHE_HOME": os.devnull, "TMPDIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    folder = Path(done.stdout.strip()).parent
+    assert folder.parent == tmp_path and not folder.exists()
+
+
+def test_without_a_compiler_there_is_one_warning(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    with pytest.warns(UserWarning, match="no C compiler was found") as said:
+        assert library.library.__wrapped__(torch.float32) is library.library.__wrapped__(torch.float64) is None
+    assert len(said) == 1
+
+
+def test_a_compiler_that_fails_is_named_and_not_needed(compiler: Compiler, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "false --quietly")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.warns(UserWarning, match="the compiled memory is not available"):
-        assert library.library.__wrapped__(torch.float32) is None
+        assert compiler.load() is None

@@ -6,6 +6,7 @@ compiler, or with ``TITANS_NATIVE=0``, everything runs in PyTorch.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -28,16 +29,42 @@ from titans.ops.dual import Rule
 
 FOLDER = Path(__file__).parent
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
-FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros")
+FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-shared", "-fPIC")
+OPTIONS = (("-march=native", "-fopenmp"), ("-fopenmp",), ("-march=native",), ())  # the first that the compiler takes
 TYPES = {torch.float32: ("-DREAL=float", "-DSINGLE"), torch.float64: ("-DREAL=double",)}
 
 
-def _cache_folder() -> Path:
-    chosen = os.environ.get("XDG_CACHE_HOME")
+@functools.cache
+def library(dtype: torch.dtype) -> ctypes.CDLL | None:
+    """The compiled loops for a dtype, or None if they cannot be had."""
+    if os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES or os.name != "posix":
+        return None
+    compiler = _find_compiler()
+    if not compiler:
+        return None
+    command = [*compiler, *FLAGS, *TYPES[dtype]]
+    texts = [path.read_text() for path in sorted(FOLDER.glob("*.[ch]"))]
     try:
-        return Path(chosen or Path.home() / ".cache") / "titan-memory"
-    except RuntimeError:  # a user without a home, as in some containers
-        return Path(tempfile.gettempdir()) / "titan-memory"
+        version = subprocess.run([*compiler, "--version"], capture_output=True, text=True, timeout=20, check=False)
+        key = "\0".join([*command, str(OPTIONS), *texts, version.stdout, _processor()])
+        name = f"native-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+        try:
+            return _load(_cache_folder(), name, command)
+        except OSError as error:
+            reason = f"compiled code cannot be kept ({error}); it is compiled again in every process"
+            warnings.warn(reason, stacklevel=2)
+            return _load(_temporary_folder(), name, command)
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        warnings.warn(f"the compiled memory is not available ({error}); using PyTorch", stacklevel=2)
+        return None
+
+
+@functools.cache
+def _find_compiler() -> tuple[str, ...]:
+    found = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if not found:
+        warnings.warn("no C compiler was found (CC, cc, gcc or clang); using PyTorch, which is slower", stacklevel=3)
+    return tuple(shlex.split(found or ""))
 
 
 def _processor() -> str:
@@ -49,37 +76,55 @@ def _processor() -> str:
         return platform.processor() + platform.node()
 
 
-@functools.cache
-def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The compiled loops for a dtype, or None if they cannot be had."""
-    compiler = shlex.split(
-        os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
-    )
-    if not compiler or os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
-        return None
-    command = [*compiler, *FLAGS, "-shared", "-fPIC", *TYPES[dtype]]
-    sources = sorted(FOLDER.glob("*.c"))
-    texts = [path.read_text() for path in [*sources, *sorted(FOLDER.glob("*.h"))]]
-    key = hashlib.sha256("\0".join([*command, *texts, _processor()]).encode()).hexdigest()[:16]
+def _cache_folder() -> Path:
     try:
-        folder = _cache_folder()
-        target = folder / f"native-{key}.so"
-        if not target.is_file():
-            folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as work:
-                built = Path(work) / "native.so"
-                for extra in (["-fopenmp"], []):
-                    call = [*command, *extra, *map(str, sources), "-o", str(built), "-lm"]
-                    done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
-                    if done.returncode == 0:
-                        break
-                else:
-                    raise OSError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message")
-                os.replace(built, target)
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").resolve() / "titan-memory"
+    except RuntimeError as error:  # a user without a home, as in some containers
+        raise OSError(str(error)) from error
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _check_owner(folder)
+    return folder
+
+
+@functools.cache
+def _temporary_folder() -> Path:
+    folder = tempfile.mkdtemp(prefix="titan-memory-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
+def _check_owner(path: Path) -> None:
+    """Code that somebody else may have put there is not run."""
+    found = path.lstat()
+    if found.st_uid != os.geteuid():
+        raise PermissionError(f"{path} belongs to another user")
+    if found.st_mode & 0o022:
+        raise PermissionError(f"{path} can be written by others")
+
+
+def _load(folder: Path, name: str, command: Sequence[str]) -> ctypes.CDLL:
+    """The library of that name; compiled first if it is not there, not the user's own, or broken."""
+    target = folder / name
+    try:
+        _check_owner(target)
         return ctypes.CDLL(str(target))
-    except (OSError, subprocess.SubprocessError) as error:
-        warnings.warn(f"the compiled memory is not available ({error}); using PyTorch", stacklevel=2)
-        return None
+    except OSError:
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            built = Path(work) / name
+            _compile(command, built)
+            built.chmod(0o700)
+            os.replace(built, target)
+        return ctypes.CDLL(str(target))
+
+
+def _compile(command: Sequence[str], target: Path) -> None:
+    sources = [str(path) for path in sorted(FOLDER.glob("*.c"))]
+    for options in OPTIONS:
+        call = [*command, *options, *sources, "-o", str(target), "-lm"]
+        done = subprocess.run(call, capture_output=True, text=True, timeout=120, check=False)
+        if done.returncode == 0:
+            return
+    raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message")
 
 
 def takes(*tensors: Tensor | None) -> bool:
