@@ -1,23 +1,7 @@
-/* The sequential rule, token by token: the loop of recurrent.py with its backpropagation written out, for a CPU.
+/* The sequential rule, token by token, for a CPU: the loop of recurrent.py, and its backpropagation by blocks.
  */
 #include "common.h"
-
-/* No row of w - rest keeps a norm above max_norm; rest may be NULL. */
-static void clip_rows(int rows, int n, REAL *w, const REAL *rest, REAL max_norm) {
-    for (int o = 0; o < rows; o++, w += n) {
-        REAL square = 0;
-        for (int i = 0; i < n; i++) {
-            REAL away = rest ? w[i] - rest[(size_t)o * n + i] : w[i];
-            square += away * away;
-        }
-        REAL norm = SQRT(square);
-        if (norm > max_norm)
-            for (int i = 0; i < n; i++) {
-                REAL home = rest ? rest[(size_t)o * n + i] : 0;
-                w[i] = home + (w[i] - home) * (max_norm / norm);
-            }
-    }
-}
+#include "product.h"
 
 typedef struct {
     int rows, tokens, tile, depth, width_in, width_out, activation, segment;
@@ -33,14 +17,6 @@ typedef struct {
     REAL *const *rest; /* (rows, out, in) a layer: where forgetting returns to */
 } Inputs;
 
-/* One token's way through M_{t-1} and back: filled by study(). */
-typedef struct {
-    int widest;
-    REAL *x, *slope, *curve, *delta, *back; /* a layer each */
-    REAL *z, *ask, *told;
-    REAL total, lost, kappa, step, keep, drag, decay;
-} Study;
-
 static int widest_layer(const Settings *s, const Inputs *in) {
     int widest = s->width_in + 1;
     for (int l = 0; l < s->depth; l++) {
@@ -50,51 +26,101 @@ static int widest_layer(const Settings *s, const Inputs *in) {
     return widest;
 }
 
-static REAL *open_study(const Settings *s, const Inputs *in, Study *at) {
-    size_t w = at->widest = widest_layer(s, in), layers = s->depth + 1;
-    REAL *buffer = calloc(w * (5 * layers + 3), sizeof(REAL));
-    if (!buffer) return NULL;
-    at->x = buffer;
-    at->slope = at->x + w * layers;
-    at->curve = at->slope + w * layers;
-    at->delta = at->curve + w * layers;
-    at->back = at->delta + w * layers;
-    at->z = at->back + w * layers;
-    at->ask = at->z + w;
-    at->told = at->ask + w;
+/* What the forward pass leaves of a token for the backward pass: z of every layer at its key; then of every hidden
+ * layer what was backpropagated to its output, and z at its query. */
+static int trace_width(const Settings *s, const Inputs *in) {
+    int width = in->outs[s->depth - 1];
+    for (int l = 0; l + 1 < s->depth; l++) width += 3 * in->outs[l];
+    return width;
+}
+
+static const REAL *rest_row(const Inputs *in, int l, int row, int o) {
+    return in->rest ? in->rest[l] + ((size_t)row * in->outs[l] + o) * in->ins[l] : NULL;
+}
+
+/* No row of w - rest keeps a norm above max_norm; rest may be NULL. Returns whether one had a larger norm. */
+static int clip_rows(int rows, int n, REAL *w, const REAL *rest, REAL max_norm) {
+    int clipped = 0;
+    for (int o = 0; o < rows; o++, w += n) {
+        REAL square = 0;
+        for (int i = 0; i < n; i++) {
+            REAL away = rest ? w[i] - rest[(size_t)o * n + i] : w[i];
+            square += away * away;
+        }
+        REAL norm = SQRT(square);
+        if (norm > max_norm) {
+            clipped = 1;
+            for (int i = 0; i < n; i++) {
+                REAL home = rest ? rest[(size_t)o * n + i] : 0;
+                w[i] = home + (w[i] - home) * (max_norm / norm);
+            }
+        }
+    }
+    return clipped;
+}
+
+static int clip_state(const Settings *s, const Inputs *in, int row, REAL *const *weights, REAL *const *momenta) {
+    int clipped = 0;
+    for (int l = 0; l < s->depth; l++) {
+        clipped |= clip_rows(in->outs[l], in->ins[l], weights[l], rest_row(in, l, row, 0), (REAL)s->max_norm);
+        if (momenta) clipped |= clip_rows(in->outs[l], in->ins[l], momenta[l], NULL, (REAL)s->max_norm);
+    }
+    return clipped;
+}
+
+/* From the last layer's z at the key to the gradient of the loss there, without the squared loss's factor 2; returns its
+ * square. */
+static REAL output_error(const Settings *s, const REAL *z, const REAL *key, const REAL *value, REAL *error, REAL *loss) {
+    REAL total = 0, lost = 0;
+    for (int o = 0; o < s->width_out; o++) {
+        REAL m = s->residual ? z[o] + key[o] : z[o];
+        error[o] = s->squared ? m - value[o] : -value[o];
+        total += error[o] * error[o];
+        lost += m * error[o];
+    }
+    if (loss) *loss = s->squared ? total : lost;
+    return total;
+}
+
+/* One token's way through M_{t-1} and back: a row per layer, `widest` apart. */
+typedef struct {
+    int widest;
+    REAL *x, *z, *slope, *back, *delta;
+    REAL *read_x, *read_z;
+    REAL total, loss, kappa, step, keep, drag;
+} Token;
+
+static REAL *open_token(const Settings *s, const Inputs *in, Token *at) {
+    size_t w = at->widest = (widest_layer(s, in) + 15) & ~15, layers = s->depth + 1;
+    REAL *buffer = NULL;
+    if (posix_memalign((void **)&buffer, 64, w * layers * 7 * sizeof(REAL))) return NULL;
+    REAL **parts[] = {&at->x, &at->z, &at->slope, &at->back, &at->delta, &at->read_x, &at->read_z};
+    for (int i = 0; i < 7; i++) *parts[i] = buffer + w * layers * i;
     return buffer;
 }
 
-/* The gradient of token `at` at the given weights (Eq. 12), and its step. */
-static void study(const Settings *s, const Inputs *in, size_t token, REAL *const *weights, Study *at) {
+/* The gradient of a token at the given weights (Eq. 12), and its step. */
+static void take_gradient(const Settings *s, const Inputs *in, size_t token, REAL *const *weights, Token *at) {
     int depth = s->depth, w = at->widest;
     const REAL *key = in->k + token * s->width_in, *value = in->v + token * s->width_out;
     at->keep = in->alpha ? 1 - in->alpha[token] : 1;
     at->drag = in->eta ? in->eta[token] : 0;
-    at->decay = s->decay_first ? at->keep : 1;
+    REAL decay = s->decay_first ? at->keep : 1;
     memcpy(at->x, key, s->width_in * sizeof(REAL));
     for (int l = 0; l < depth; l++) {
         int out = in->outs[l], inside = in->ins[l];
-        REAL *x = at->x + w * l;
+        REAL *x = at->x + w * l, *z = at->z + w * l;
         if (s->bias) x[inside - 1] = 1;
-        for (int o = 0; o < out; o++) at->z[o] = at->decay * dot(inside, weights[l] + (size_t)o * inside, x);
-        if (l + 1 < depth) activate(s->activation, out, at->z, x + w, at->slope + w * l, at->curve + w * l);
+        for (int o = 0; o < out; o++) z[o] = decay * dot(inside, weights[l] + (size_t)o * inside, x);
+        if (l + 1 < depth) activate(s->activation, out, z, x + w, at->slope + w * l, NULL);
     }
-    REAL *error = at->delta + w * (depth - 1);
-    at->total = at->lost = 0;
-    for (int o = 0; o < s->width_out; o++) {
-        REAL m = s->residual ? at->z[o] + key[o] : at->z[o];
-        error[o] = s->squared ? m - value[o] : -value[o];
-        at->total += error[o] * error[o];
-        at->lost += (s->squared ? error[o] : m) * error[o];
-    }
+    at->total = output_error(s, at->z + w * (depth - 1), key, value, at->delta + w * (depth - 1), &at->loss);
     REAL below = 0;
     for (int l = depth - 1; l > 0; l--) {
         REAL *delta = at->delta + w * l, *back = at->back + w * (l - 1), *lower = delta - w;
         int hidden = in->outs[l - 1];
         memset(back, 0, hidden * sizeof(REAL));
-        for (int o = 0; o < in->outs[l]; o++)
-            add(hidden, at->decay * delta[o], weights[l] + (size_t)o * in->ins[l], back);
+        for (int o = 0; o < in->outs[l]; o++) add(hidden, decay * delta[o], weights[l] + (size_t)o * in->ins[l], back);
         for (int i = 0; i < hidden; i++) lower[i] = back[i] * at->slope[w * (l - 1) + i];
         REAL *x = at->x + w * (l - 1);
         below += dot(hidden, lower, lower) * dot(in->ins[l - 1], x, x);
@@ -104,17 +130,8 @@ static void study(const Settings *s, const Inputs *in, size_t token, REAL *const
     at->step = s->bounded ? in->step[token] / (1 + at->kappa) : in->step[token];
 }
 
-static int ends_here(const Settings *s, const Inputs *in, int row, int t) {
-    int tiles = s->tokens / s->tile;
-    return s->max_norm > 0 && in->ends && (t + 1) % s->tile == 0 && in->ends[(size_t)row * tiles + t / s->tile];
-}
-
-static const REAL *rest_row(const Inputs *in, int l, int row, int o) {
-    return in->rest ? in->rest[l] + ((size_t)row * in->outs[l] + o) * in->ins[l] : NULL;
-}
-
 /* S_t and M_t (Eq. 14, 13) in place for one row of a layer. */
-static void write_row(int n, REAL d, const Study *at, const REAL *restrict x, const REAL *restrict rest,
+static void write_row(int n, REAL d, const Token *at, const REAL *restrict x, const REAL *restrict rest,
                       REAL *restrict w, REAL *restrict m) {
     if (rest) {
         REAL lost = 1 - at->keep;
@@ -130,16 +147,40 @@ static void write_row(int n, REAL d, const Study *at, const REAL *restrict x, co
         for (int i = 0; i < n; i++) w[i] = keep * w[i] - d * x[i];
 }
 
-/* weights, momenta: changed in place; saved_*: if not NULL, the state at the start of every segment. */
+/* Writes a token, and reads M_t(q) while each row is at hand (Eq. 15). */
+static void write_and_read(const Settings *s, const Inputs *in, int row, size_t token, REAL *const *weights,
+                           REAL *const *momenta, Token *at, REAL *y) {
+    const REAL *query = in->q + token * s->width_in;
+    int live = !in->live || in->live[token], w = at->widest;
+    memcpy(at->read_x, query, s->width_in * sizeof(REAL));
+    for (int l = 0; l < s->depth; l++) {
+        int inside = in->ins[l], out = in->outs[l];
+        REAL *delta = at->delta + w * l, *x = at->x + w * l, *read_x = at->read_x + w * l, *z = at->read_z + w * l;
+        if (s->bias) read_x[inside - 1] = 1;
+        for (int o = 0; o < out; o++) {
+            REAL *into = weights[l] + (size_t)o * inside;
+            if (live)
+                write_row(inside, at->step * delta[o], at, x, rest_row(in, l, row, o), into,
+                          momenta ? momenta[l] + (size_t)o * inside : NULL);
+            z[o] = dot(inside, into, read_x);
+        }
+        if (l + 1 < s->depth) activate(s->activation, out, z, read_x + w, NULL, NULL);
+    }
+    const REAL *z = at->read_z + w * (s->depth - 1);
+    for (int o = 0; o < s->width_out; o++) y[o] = s->residual ? z[o] + query[o] : z[o];
+}
+
+/* weights, momenta: changed in place. For the backward pass, if not NULL: saved_*, the state at the start of every segment;
+ * trace (rows, tokens, trace_width); clipped (rows, tiles), whether the guard changed anything after a tile. */
 int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **momenta, REAL **saved_weights,
-                 REAL **saved_momenta, REAL *y, REAL *gradient, REAL *loss) {
-    int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment;
+                 REAL **saved_momenta, REAL *trace, unsigned char *clipped, REAL *y, REAL *gradient, REAL *loss) {
+    int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment, tiles = s->tokens / s->tile;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(s->threads) schedule(static) if (s->threads > 1 && s->rows > 1)
 #endif
     for (int r = 0; r < s->rows; r++) {
-        Study at;
-        REAL *buffer = open_study(s, in, &at), *w[depth], *m[depth];
+        Token at;
+        REAL *buffer = open_token(s, in, &at), *w[depth], *m[depth];
         if (!buffer) {
             failed = 1;
             continue;
@@ -151,39 +192,30 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
         }
         for (int t = 0; t < s->tokens; t++) {
             size_t token = (size_t)r * s->tokens + t;
-            int there = !in->live || in->live[token];
             if (saved_weights && t % s->segment == 0)
                 for (int l = 0; l < depth; l++) {
                     size_t size = (size_t)in->outs[l] * in->ins[l], to = ((size_t)r * segments + t / s->segment) * size;
                     memcpy(saved_weights[l] + to, w[l], size * sizeof(REAL));
                     if (momenta) memcpy(saved_momenta[l] + to, m[l], size * sizeof(REAL));
                 }
-            study(s, in, token, w, &at);
+            take_gradient(s, in, token, w, &at);
+            write_and_read(s, in, r, token, w, momenta ? m : NULL, &at, y + token * s->width_out);
             if (gradient) gradient[token] = at.kappa * at.total;
-            if (loss) loss[token] = at.lost;
-            /* write, and read M_t(q) while each row is at hand (Eq. 15) */
-            const REAL *query = in->q + token * s->width_in;
-            memcpy(at.ask, query, s->width_in * sizeof(REAL));
-            for (int l = 0; l < depth; l++) {
-                int inside = in->ins[l];
-                REAL *delta = at.delta + at.widest * l, *x = at.x + at.widest * l;
-                if (s->bias) at.ask[inside - 1] = 1;
-                for (int o = 0; o < in->outs[l]; o++) {
-                    REAL *row = w[l] + (size_t)o * inside;
-                    if (there)
-                        write_row(inside, at.step * delta[o], &at, x, rest_row(in, l, r, o), row,
-                                  momenta ? m[l] + (size_t)o * inside : NULL);
-                    at.z[o] = dot(inside, row, at.ask);
+            if (loss) loss[token] = at.loss;
+            if (trace) {
+                REAL *to = trace + token * trace_width(s, in);
+                for (int l = 0; l < depth; to += in->outs[l++])
+                    memcpy(to, at.z + at.widest * l, in->outs[l] * sizeof(REAL));
+                for (int l = 0; l + 1 < depth; to += 2 * in->outs[l++]) {
+                    memcpy(to, at.back + at.widest * l, in->outs[l] * sizeof(REAL));
+                    memcpy(to + in->outs[l], at.read_z + at.widest * l, in->outs[l] * sizeof(REAL));
                 }
-                if (l + 1 < depth) activate(s->activation, in->outs[l], at.z, at.ask, at.told, NULL);
             }
-            REAL *out = y + token * s->width_out;
-            for (int o = 0; o < s->width_out; o++) out[o] = s->residual ? at.z[o] + query[o] : at.z[o];
-            if (ends_here(s, in, r, t))
-                for (int l = 0; l < depth; l++) {
-                    clip_rows(in->outs[l], in->ins[l], w[l], rest_row(in, l, r, 0), (REAL)s->max_norm);
-                    if (momenta) clip_rows(in->outs[l], in->ins[l], m[l], NULL, (REAL)s->max_norm);
-                }
+            if (s->max_norm > 0 && (t + 1) % s->tile == 0) {
+                size_t tile = (size_t)r * tiles + t / s->tile;
+                int changed = in->ends && in->ends[tile] && clip_state(s, in, r, w, momenta ? m : NULL);
+                if (clipped) clipped[tile] = changed;
+            }
         }
         free(buffer);
     }
@@ -212,253 +244,614 @@ static void clip_rows_back(int rows, int n, const REAL *w, const REAL *rest, REA
     }
 }
 
+/* The backward pass takes a block of b tokens at a time, from the state (W, S) before it and the adjoints of the state
+ * after it. Every token's x and delta are known from the forward pass, so within a block every state is a sum of known
+ * matrices,
+ *
+ *     W_t = beta_t D + c_t S + R - sum_{i<=t} P[t,i] step_i delta_i x_i^T,     D = W - R,
+ *
+ * and the adjoint of the momentum that token t writes is the transposed sum over what later tokens ask of W_j,
+ *
+ *     G_t = drags[b-1,t] S_bar + P[b-1,t] W_bar + sum_{j>=t} P[j,t] (read of j) + sum_{j>t} P[j-1,t] (gradient at j),
+ *
+ * each of these a product of two vectors: read_bar read_x^T, and decay (z_bar x^T + delta back_bar^T). All that does not
+ * wait for z_bar and back_bar, which come one token after the other, is done by products over the block. Squares
+ * (b x b) have a row for the later token.
+ */
+enum { BLOCK = 32, AWAY = 0, PARTS = 3 };
+
+typedef struct {
+    int out, in;
+    const REAL *part[PARTS]; /* D, S, R as they are there */
+    REAL *away, *turned[PARTS];
+    REAL *w_bar, *m_bar, *rest_bar;
+    REAL *x, *x_columns, *x_step, *read_x, *back_bar, *to_delta;            /* in: to_delta is G^T delta */
+    REAL *delta, *delta_columns, *delta_step, *read_bar, *z_bar, *to_x;     /* out: to_x is G x */
+    REAL *slope, *curve, *back, *read_slope;                                /* out */
+    REAL *x_square, *delta_square, *by_x, *by_delta, *by_back, *by_z;       /* b x b */
+} Layer;
+
+typedef struct {
+    int b, widest, parts, momentum; /* momentum: which part is S, 0: there is none */
+    int live[BLOCK];
+    REAL keep[BLOCK], drag[BLOCK], decay[BLOCK], second[BLOCK], step[BLOCK], kappa[BLOCK], total[BLOCK], decay_bar[BLOCK];
+    REAL beta[BLOCK + 1], c[BLOCK + 1], fade[BLOCK + 1]; /* what is left of D and S in W, and of S in S; [t]: before t */
+    REAL from_away[BLOCK + 1], from_momentum[BLOCK + 1]; /* <D, .> and <S, .> of what is asked of W_t; [t]: before t */
+    REAL last_w[BLOCK], last_m[BLOCK];                   /* <delta x^T, W_bar> and <delta x^T, S_bar> */
+    REAL momentum_last;
+    REAL *products, *drags, *keeps, *meets, *left, *square, *other; /* b x b; meets has one row more */
+    REAL *raw[PARTS], *up, *x_bar, *delta_bar, *slope_bar;
+    Layer layers[];
+} Work;
+
+static REAL *take(REAL **pool, size_t count) {
+    REAL *here = *pool;
+    *pool += (count + 15) & ~(size_t)15;
+    return here;
+}
+
+/* Lays a row's buffers out in one allocation: called with pool NULL first, to learn its size. */
+static size_t lay_out(const Settings *s, const Inputs *in, Work *w, int has_momentum, REAL *pool) {
+    REAL *start = pool;
+    w->widest = widest_layer(s, in);
+    w->momentum = has_momentum;
+    w->parts = 1 + has_momentum + (in->rest != NULL);
+    for (int l = 0; l < s->depth; l++) {
+        Layer *a = &w->layers[l];
+        a->out = in->outs[l], a->in = in->ins[l];
+        size_t weight = (size_t)a->out * a->in;
+        if (in->rest) a->away = take(&pool, weight);
+        for (int p = 0; p < w->parts; p++) a->turned[p] = take(&pool, weight);
+        REAL **ins[] = {&a->x, &a->x_columns, &a->x_step, &a->read_x, &a->back_bar, &a->to_delta};
+        REAL **outs[] = {&a->delta, &a->delta_columns, &a->delta_step, &a->read_bar, &a->z_bar,
+                         &a->to_x,  &a->slope,         &a->curve,      &a->back,     &a->read_slope};
+        REAL **squares[] = {&a->x_square, &a->delta_square, &a->by_x, &a->by_delta, &a->by_back, &a->by_z};
+        for (size_t i = 0; i < sizeof ins / sizeof *ins; i++) *ins[i] = take(&pool, (size_t)BLOCK * a->in);
+        for (size_t i = 0; i < sizeof outs / sizeof *outs; i++) *outs[i] = take(&pool, (size_t)BLOCK * a->out);
+        for (size_t i = 0; i < sizeof squares / sizeof *squares; i++) *squares[i] = take(&pool, BLOCK * BLOCK);
+    }
+    REAL **squares[] = {&w->products, &w->drags, &w->keeps, &w->left, &w->square, &w->other};
+    for (size_t i = 0; i < sizeof squares / sizeof *squares; i++) *squares[i] = take(&pool, BLOCK * BLOCK);
+    w->meets = take(&pool, BLOCK * (BLOCK + 1));
+    for (int p = 0; p < PARTS; p++) w->raw[p] = take(&pool, (size_t)BLOCK * w->widest);
+    w->up = take(&pool, (size_t)BLOCK * w->widest);
+    w->x_bar = take(&pool, (size_t)w->widest * s->depth);
+    w->delta_bar = take(&pool, (size_t)w->widest * s->depth);
+    w->slope_bar = take(&pool, (size_t)w->widest * s->depth);
+    return pool - start;
+}
+
+static Work *open_work(const Settings *s, const Inputs *in, int has_momentum) {
+    size_t head = (sizeof(Work) + s->depth * sizeof(Layer) + 63) & ~(size_t)63;
+    Work *w = calloc(1, head);
+    if (!w) return NULL;
+    size_t size = lay_out(s, in, w, has_momentum, NULL);
+    free(w);
+    char *memory = NULL;
+    if (posix_memalign((void **)&memory, 64, head + size * sizeof(REAL))) return NULL;
+    memset(memory, 0, head + size * sizeof(REAL));
+    lay_out(s, in, (Work *)memory, has_momentum, (REAL *)(memory + head));
+    return (Work *)memory;
+}
+
+/* The tokens of a block as the forward pass left them, their steps, and how much of each is left at later ones. */
+static void load_block(const Settings *s, const Inputs *in, const REAL *trace, size_t first, int b, Work *w) {
+    int depth = s->depth, n = trace_width(s, in);
+    Layer *top = &w->layers[depth - 1];
+    w->b = b;
+    w->beta[0] = w->fade[0] = 1, w->c[0] = 0;
+    for (int t = 0; t < b; t++) {
+        size_t token = first + t;
+        const REAL *z = trace + token * n, *hidden = z;
+        for (int l = 0; l < depth; l++) hidden += in->outs[l];
+        memcpy(w->layers[0].x + (size_t)t * in->ins[0], in->k + token * s->width_in, s->width_in * sizeof(REAL));
+        memcpy(w->layers[0].read_x + (size_t)t * in->ins[0], in->q + token * s->width_in, s->width_in * sizeof(REAL));
+        for (int l = 0; l < depth; l++) {
+            Layer *a = &w->layers[l];
+            size_t at = (size_t)t * a->out, end = (size_t)(t + 1) * a->in - 1;
+            if (s->bias) a->x[end] = a->read_x[end] = 1;
+            if (l + 1 == depth) break;
+            size_t next = (size_t)t * a[1].in;
+            activate(s->activation, a->out, z, a[1].x + next, a->slope + at, a->curve + at);
+            memcpy(a->back + at, hidden, a->out * sizeof(REAL));
+            for (int o = 0; o < a->out; o++) a->delta[at + o] = hidden[o] * a->slope[at + o];
+            activate(s->activation, a->out, hidden + a->out, a[1].read_x + next, a->read_slope + at, NULL);
+            z += a->out, hidden += 2 * a->out;
+        }
+        const REAL *key = in->k + token * s->width_in, *value = in->v + token * s->width_out;
+        REAL *error = top->delta + (size_t)t * top->out, below = 0;
+        w->total[t] = output_error(s, z, key, value, error, NULL);
+        for (int l = 0; l + 1 < depth; l++) {
+            const Layer *a = &w->layers[l];
+            const REAL *x = a->x + (size_t)t * a->in, *delta = a->delta + (size_t)t * a->out;
+            below += dot(a->out, delta, delta) * dot(a->in, x, x);
+        }
+        const REAL *x = top->x + (size_t)t * top->in;
+        w->kappa[t] = dot(top->in, x, x) + below / (w->total[t] + TINY);
+        w->step[t] = s->bounded ? in->step[token] / (1 + w->kappa[t]) : in->step[token];
+
+        int live = w->live[t] = !in->live || in->live[token];
+        REAL keep = w->keep[t] = in->alpha ? 1 - in->alpha[token] : 1, drag = w->drag[t] = in->eta ? in->eta[token] : 0;
+        w->decay[t] = s->decay_first ? keep : 1;
+        w->second[t] = s->first_order ? 0 : w->decay[t];
+        for (int l = 0; l < depth; l++) {
+            Layer *a = &w->layers[l];
+            REAL step = live ? -w->step[t] : 0;
+            for (int i = 0; i < a->in; i++) a->x_step[(size_t)t * a->in + i] = step * a->x[(size_t)t * a->in + i];
+            for (int o = 0; o < a->out; o++) a->delta_step[(size_t)t * a->out + o] = step * a->delta[(size_t)t * a->out + o];
+        }
+        if (!live) keep = drag = 1;
+        w->beta[t + 1] = keep * w->beta[t];
+        w->fade[t + 1] = drag * w->fade[t];
+        w->c[t + 1] = keep * w->c[t] + (live ? w->fade[t + 1] : 0);
+        REAL *p = w->products + t * BLOCK, *d = w->drags + t * BLOCK, *k = w->keeps + t * BLOCK;
+        for (int i = 0; i < t; i++) {
+            d[i] = drag * (d - BLOCK)[i];
+            p[i] = keep * (p - BLOCK)[i] + (live ? d[i] : 0);
+            k[i] = keep * (k - BLOCK)[i];
+        }
+        p[t] = d[t] = live;
+        k[t] = 1;
+    }
+}
+
+/* The weights before the block as parts, and what of them is needed turned. */
+static void split_parts(const Settings *s, Work *w, REAL *const *state, REAL *const *momenta, const Inputs *in, int row) {
+    for (int l = 0; l < s->depth; l++) {
+        Layer *a = &w->layers[l];
+        size_t weight = (size_t)a->out * a->in;
+        a->part[AWAY] = state[l];
+        if (w->momentum) a->part[1] = momenta[l];
+        if (in->rest) {
+            const REAL *rest = a->part[w->parts - 1] = in->rest[l] + row * weight;
+            for (size_t i = 0; i < weight; i++) a->away[i] = state[l][i] - rest[i];
+            a->part[AWAY] = a->away;
+        }
+    }
+}
+
+/* to = beta D + c S + R for what a token's state makes of a vector, given what each part makes of it */
+static void blend(const Work *w, int t, int n, REAL *const *raw, size_t at, REAL *restrict to) {
+    const REAL *away = raw[AWAY] + at, *momentum = raw[1] + at, *rest = raw[w->parts - 1] + at;
+    REAL beta = w->beta[t], c = w->c[t];
+    for (int i = 0; i < n; i++) to[i] = beta * away[i];
+    if (w->momentum)
+        for (int i = 0; i < n; i++) to[i] += c * momentum[i];
+    if (w->parts > 1 + w->momentum)
+        for (int i = 0; i < n; i++) to[i] += rest[i];
+}
+
+/* square o coefficients up to the diagonal, zeros above it */
+static void mask(int b, const REAL *restrict coefficients, REAL *restrict square) {
+    for (int t = 0; t < b; t++) {
+        for (int i = 0; i <= t; i++) square[t * BLOCK + i] *= coefficients[t * BLOCK + i];
+        for (int i = t + 1; i < b; i++) square[t * BLOCK + i] = 0;
+    }
+}
+
+/* meets += a o b up to the diagonal, in rows that may be scaled */
+static void meet(int b, const REAL *restrict a, const REAL *restrict other, const REAL *restrict scale, REAL *restrict to) {
+    for (int t = 0; t < b; t++)
+        for (int i = 0; i <= t; i++) to[t * BLOCK + i] += (scale ? scale[t] : 1) * a[t * BLOCK + i] * other[t * BLOCK + i];
+}
+
+/* What every part makes of the rows z: raw[p] = z part, and <D, z x^T>, <S, z x^T> into the sums behind each token. */
+static void ask_parts(Work *w, const Layer *a, const REAL *z, const REAL *x, const REAL *scale, REAL *from_away,
+                      REAL *from_momentum) {
+    for (int p = 0; p < w->parts; p++)
+        product(w->b, a->in, a->out, plain(z, a->out), a->part[p], a->in, w->raw[p], a->in, 1);
+    for (int t = 0; t < w->b; t++) {
+        size_t at = (size_t)t * a->in;
+        REAL by = scale ? scale[t] : 1;
+        from_away[t] += by * dot(a->in, x + at, w->raw[AWAY] + at);
+        if (w->momentum) from_momentum[t] += by * dot(a->in, x + at, w->raw[1] + at);
+    }
+}
+
+/* The reads of a block, and all of G x and G^T delta that does not depend on later tokens' gradients. */
+static void reads_back(const Settings *s, Work *w, size_t first, const REAL *grad_y, REAL *grad_q) {
+    int b = w->b, depth = s->depth;
+    Layer *top = &w->layers[depth - 1];
+    memcpy(top->read_bar, grad_y + first * s->width_out, (size_t)b * s->width_out * sizeof(REAL));
+    for (int l = depth - 1; l >= 0; l--) {
+        Layer *a = &w->layers[l];
+        int out = a->out, inside = a->in;
+        transpose(b, inside, a->x, inside, a->x_columns, BLOCK);
+        transpose(b, out, a->delta, out, a->delta_columns, BLOCK);
+        transpose(out, inside, a->w_bar, inside, a->turned[0], out);
+        product(b, out, inside, plain(a->x, inside), a->turned[0], out, w->raw[0], out, 1);
+        product(b, inside, out, plain(a->delta, out), a->w_bar, inside, w->raw[1], inside, 1);
+        for (int t = 0; t < b; t++) {
+            size_t o = (size_t)t * out, i = (size_t)t * inside;
+            REAL by = w->products[(b - 1) * BLOCK + t];
+            w->last_w[t] += dot(out, a->delta + o, w->raw[0] + o);
+            for (int n = 0; n < out; n++) a->to_x[o + n] = by * w->raw[0][o + n];
+            for (int n = 0; n < inside; n++) a->to_delta[i + n] = by * w->raw[1][i + n];
+        }
+        w->from_away[b] += dot(out * inside, a->part[AWAY], a->w_bar);
+        if (w->momentum) {
+            w->from_momentum[b] += dot(out * inside, a->part[1], a->w_bar);
+            w->momentum_last += dot(out * inside, a->part[1], a->m_bar);
+            transpose(out, inside, a->m_bar, inside, a->turned[0], out);
+            product(b, out, inside, plain(a->x, inside), a->turned[0], out, w->raw[0], out, 1);
+            product(b, inside, out, plain(a->delta, out), a->m_bar, inside, w->raw[1], inside, 1);
+            for (int t = 0; t < b; t++) {
+                size_t o = (size_t)t * out, i = (size_t)t * inside;
+                REAL by = w->drags[(b - 1) * BLOCK + t];
+                w->last_m[t] += dot(out, a->delta + o, w->raw[0] + o);
+                add(out, by, w->raw[0] + o, a->to_x + o);
+                add(inside, by, w->raw[1] + i, a->to_delta + i);
+            }
+        }
+        ask_parts(w, a, a->read_bar, a->read_x, NULL, w->from_away + 1, w->from_momentum + 1);
+        product_below(b, 0, out, plain(a->read_bar, out), a->delta_columns, BLOCK, w->square, BLOCK);
+        product_below(b, 0, inside, plain(a->read_x, inside), a->x_columns, BLOCK, w->other, BLOCK);
+        meet(b, w->square, w->other, NULL, w->meets + BLOCK);
+        mask(b, w->products, w->square);
+        mask(b, w->products, w->other);
+        for (int t = 0; t < b; t++) blend(w, t + 1, inside, w->raw, (size_t)t * inside, w->up + (size_t)t * inside);
+        lower_product(b, inside, 0, plain(w->square, BLOCK), a->x_step, inside, w->up, inside, 0);
+        lower_transposed_product(b, inside, w->square, BLOCK, a->read_x, inside, a->to_delta, inside);
+        lower_transposed_product(b, out, w->other, BLOCK, a->read_bar, out, a->to_x, out);
+        for (int t = 0; t < b; t++) {
+            const REAL *up = w->up + (size_t)t * inside;
+            if (l) {
+                REAL *lower = a[-1].read_bar + (size_t)t * a[-1].out, *slope = a[-1].read_slope + (size_t)t * a[-1].out;
+                for (int i = 0; i < a[-1].out; i++) lower[i] = up[i] * slope[i];
+            } else {
+                REAL *to = grad_q + (first + t) * s->width_in;
+                memcpy(to, up, s->width_in * sizeof(REAL));
+                if (s->residual) add(s->width_in, 1, grad_y + (first + t) * s->width_out, to);
+            }
+        }
+        /* what later gradients will be multiplied by: P[j-1,t], their own factor in it */
+        product_below(b, 0, inside, plain(a->x, inside), a->x_columns, BLOCK, a->x_square, BLOCK);
+        if (l) product_below(b, 0, out, plain(a->delta, out), a->delta_columns, BLOCK, a->delta_square, BLOCK);
+        for (int j = 1; j < b; j++) {
+            const REAL *before = w->products + (j - 1) * BLOCK;
+            for (int t = 0; t < j; t++) {
+                REAL by = w->second[j] * before[t];
+                a->by_x[j * BLOCK + t] = by * a->x_square[j * BLOCK + t];
+                if (l) a->by_delta[j * BLOCK + t] = by * a->delta_square[j * BLOCK + t];
+            }
+        }
+        if (l)
+            for (int p = 0; p < w->parts; p++) transpose(out, inside, a->part[p], inside, a->turned[p], out);
+    }
+}
+
+/* to += sum over tokens j > t of squares[j,t] rows[j] */
+static void gather(const Work *w, int t, int n, const REAL *squares, const REAL *rows, REAL *to) {
+    Strided column = {squares + (t + 1) * BLOCK + t, 0, BLOCK};
+    band(1, n, w->b - 1 - t, column, rows + (size_t)(t + 1) * n, n, to, n, 0);
+}
+
+/* What W_{t-1} makes of a vector, to `to`: parts are (n x m), steps (b x m). columns (n x b) hold the other side of what
+ * earlier tokens wrote; their products with the vector go to `by` with P[t-1,i] and the token's factor, and times
+ * `others` to meets. along (m) is the vector that makes <D, .> and <S, .> of it. */
+static void ask_before(Work *w, int t, int n, int m, const REAL *vector, const REAL *const *parts, const REAL *columns,
+                       const REAL *steps, const REAL *along, const REAL *others, REAL *by, REAL *to) {
+    REAL *row = w->square;
+    for (int p = 0; p < w->parts; p++) band(1, m, n, plain(vector, n), parts[p], m, w->raw[p], m, 1);
+    w->from_away[t] += w->second[t] * dot(m, along, w->raw[AWAY]);
+    if (w->momentum) w->from_momentum[t] += w->second[t] * dot(m, along, w->raw[1]);
+    blend(w, t, m, w->raw, 0, to);
+    if (!t) return;
+    band(1, BLOCK, n, plain(vector, n), columns, BLOCK, row, BLOCK, 1);
+    const REAL *before = w->products + (t - 1) * BLOCK;
+    REAL *meets = w->meets + t * BLOCK, second = w->second[t];
+    for (int i = 0; i < t; i++) {
+        meets[i] += second * row[i] * others[i];
+        row[i] *= before[i];
+        by[i] = second * row[i];
+    }
+    band(1, m, t, plain(row, BLOCK), steps, m, to, m, 0);
+}
+
+/* One token's gradient: from the adjoints of what it writes to z_bar and back_bar. */
+static void token_back(const Settings *s, const Inputs *in, Work *w, int t, size_t token, const REAL *z,
+                       const REAL *grad_gradient, const REAL *grad_loss, REAL *grad_k, REAL *grad_v, REAL *grad_step) {
+    int depth = s->depth, W = w->widest;
+    Layer *top = &w->layers[depth - 1];
+    REAL step_bar = 0, kappa_bar = 0, total_bar = 0, value_bar = 0, total = w->total[t], kappa = w->kappa[t];
+    REAL written = w->live[t] ? -w->step[t] : 0, decay = w->decay[t], decay_bar = 0;
+    for (int l = 0; l < depth; l++) {
+        Layer *a = &w->layers[l];
+        REAL *to_x = a->to_x + (size_t)t * a->out, *to_delta = a->to_delta + (size_t)t * a->in;
+        REAL *x_bar = w->x_bar + W * l, *delta_bar = w->delta_bar + W * l;
+        gather(w, t, a->out, a->by_x, a->z_bar, to_x);
+        if (l) {
+            gather(w, t, a->out, a->by_back, a->delta, to_x);
+            gather(w, t, a->in, a->by_z, a->x, to_delta);
+            gather(w, t, a->in, a->by_delta, a->back_bar, to_delta);
+        }
+        if (w->live[t]) step_bar -= dot(a->out, a->delta + (size_t)t * a->out, to_x);
+        for (int o = 0; o < a->out; o++) delta_bar[o] = written * to_x[o];
+        for (int i = 0; i < a->in; i++) x_bar[i] = l ? written * to_delta[i] : 0;
+    }
+    grad_step[token] = s->bounded ? step_bar / (1 + kappa) : step_bar;
+    if (s->bounded) kappa_bar = -step_bar * w->step[t] / (1 + kappa);
+    if (grad_gradient) {
+        kappa_bar += grad_gradient[token] * total;
+        total_bar += grad_gradient[token] * kappa;
+    }
+    if (grad_loss) {
+        if (s->squared)
+            total_bar += grad_loss[token];
+        else
+            value_bar = grad_loss[token]; /* of the loss -<m, v> */
+    }
+    if (kappa_bar != 0) {
+        REAL share = kappa_bar / (total + TINY), below = 0;
+        add(top->in, 2 * kappa_bar, top->x + (size_t)t * top->in, w->x_bar + W * (depth - 1));
+        for (int l = 0; l + 1 < depth; l++) {
+            Layer *a = &w->layers[l];
+            REAL *delta = a->delta + (size_t)t * a->out, *x = a->x + (size_t)t * a->in;
+            REAL dd = dot(a->out, delta, delta), xx = dot(a->in, x, x);
+            add(a->out, 2 * share * xx, delta, w->delta_bar + W * l);
+            add(a->in, 2 * share * dd, x, w->x_bar + W * l);
+            below += dd * xx;
+        }
+        total_bar -= share * below / (total + TINY);
+    }
+    /* back through the backpropagation */
+    for (int l = 1; l < depth; l++) {
+        Layer *a = &w->layers[l], *lower = a - 1;
+        REAL *back_bar = a->back_bar + (size_t)t * a->in, *delta_bar = w->delta_bar + W * l;
+        const REAL *delta = a->delta + (size_t)t * a->out, *along = w->up;
+        size_t at = (size_t)t * lower->out;
+        for (int i = 0; i < lower->out; i++) {
+            REAL bar = (w->delta_bar + W * (l - 1))[i];
+            w->slope_bar[W * (l - 1) + i] = bar * lower->back[at + i];
+            back_bar[i] = bar * lower->slope[at + i];
+        }
+        ask_before(w, t, a->in, a->out, back_bar, (const REAL *const *)a->turned, a->x_columns, a->delta_step, delta,
+                   a->delta_square + t * BLOCK, a->by_back + t * BLOCK, w->up);
+        decay_bar += dot(a->out, delta, along);
+        add(a->out, decay, along, delta_bar);
+    }
+    /* back through the forward pass */
+    REAL *error = top->delta + (size_t)t * top->out, *error_bar = w->delta_bar + W * (depth - 1);
+    REAL *key_bar = grad_k + token * s->width_in;
+    const REAL *key = in->k + token * s->width_in;
+    for (int o = 0; o < top->out; o++) {
+        REAL bar = error_bar[o] + 2 * total_bar * error[o], output = s->squared ? bar : value_bar * error[o];
+        top->z_bar[(size_t)t * top->out + o] = output;
+        grad_v[token * s->width_out + o] = -bar - (s->squared ? 0 : value_bar * (s->residual ? z[o] + key[o] : z[o]));
+        if (s->residual) key_bar[o] = output;
+    }
+    if (!s->residual) memset(key_bar, 0, s->width_in * sizeof(REAL));
+    for (int l = depth - 1; l > 0; l--) {
+        Layer *a = &w->layers[l], *lower = a - 1;
+        REAL *x_bar = w->x_bar + W * l, *x = a->x + (size_t)t * a->in;
+        ask_before(w, t, a->out, a->in, a->z_bar + (size_t)t * a->out, a->part, a->delta_columns, a->x_step, x,
+                   a->x_square + t * BLOCK, a->by_z + t * BLOCK, w->up);
+        decay_bar += dot(a->in, x, w->up);
+        add(a->in, decay, w->up, x_bar);
+        size_t at = (size_t)t * lower->out;
+        for (int i = 0; i < lower->out; i++)
+            lower->z_bar[at + i] = x_bar[i] * lower->slope[at + i] + w->slope_bar[W * (l - 1) + i] * lower->curve[at + i];
+    }
+    add(s->width_in, 1, w->x_bar, key_bar);
+    w->decay_bar[t] = decay_bar;
+}
+
+/* The first layer's share of the keys, for which no other token waits. */
+static void keys_back(const Settings *s, Work *w, size_t first, REAL *grad_k) {
+    Layer *a = &w->layers[0];
+    int b = w->b, inside = a->in;
+    ask_parts(w, a, a->z_bar, a->x, w->second, w->from_away, w->from_momentum);
+    product_below(b, 0, a->out, plain(a->z_bar, a->out), a->delta_columns, BLOCK, w->square, BLOCK);
+    meet(b, w->square, a->x_square, w->second, w->meets);
+    memset(w->other, 0, BLOCK * BLOCK * sizeof(REAL));
+    for (int j = 0; j < b; j++)
+        for (int t = 0; t < b; t++) {
+            REAL by = t < j ? w->products[(j - 1) * BLOCK + t] * w->square[j * BLOCK + t] : 0;
+            w->square[j * BLOCK + t] = by;
+            w->other[j * BLOCK + t] = w->second[j] * by;
+        }
+    for (int t = 0; t < b; t++) blend(w, t, inside, w->raw, (size_t)t * inside, w->up + (size_t)t * inside);
+    lower_product(b, inside, 0, plain(w->square, BLOCK), a->x_step, inside, w->up, inside, 0);
+    lower_transposed_product(b, inside, w->other, BLOCK, a->x, inside, a->to_delta, inside);
+    for (int t = 0; t < b; t++) {
+        size_t at = (size_t)t * inside;
+        REAL *key_bar = grad_k + (first + t) * s->width_in;
+        w->decay_bar[t] += dot(inside, a->x + at, w->up + at);
+        add(s->width_in, w->decay[t], w->up + at, key_bar);
+        if (w->live[t]) add(s->width_in, -w->step[t], a->to_delta + at, key_bar);
+    }
+}
+
+/* keep_bar = <adjoint of W_t, W_{t-1} - R> and drag_bar = <G_t, S_{t-1}>, from how the sums meet. */
+static void gates_back(const Settings *s, Work *w, size_t first, REAL *grad_alpha, REAL *grad_eta) {
+    int b = w->b;
+    REAL sums[BLOCK] = {0}, *meets = w->meets + BLOCK, *written = w->square;
+    /* what is asked of W_t by its read and by the next token's gradient; after the last one, by the block's end */
+    add(b, 1, w->last_w, w->meets + b * BLOCK);
+    for (int of_momentum = 0; of_momentum < 2; of_momentum++) {
+        REAL *grad = of_momentum ? grad_eta : grad_alpha;
+        if (!grad) continue;
+        const REAL *kept = of_momentum ? w->drags : w->products, *reach = of_momentum ? w->products : w->keeps;
+        for (int i = 0; i < b; i++)
+            for (int t = 0; t < b; t++) written[i * BLOCK + t] = i < t ? -w->step[i] * kept[(t - 1) * BLOCK + i] : 0;
+        product(b, b, b, plain(meets, BLOCK), written, BLOCK, w->left, BLOCK, 1);
+        memset(sums, 0, sizeof sums);
+        for (int j = 0; j < b; j++)
+            for (int t = 0; t <= j; t++) {
+                REAL met = w->left[j * BLOCK + t];
+                if (of_momentum)
+                    met += w->fade[t] * w->from_momentum[j + 1];
+                else
+                    met += w->beta[t] * w->from_away[j + 1] + (w->momentum ? w->c[t] * w->from_momentum[j + 1] : 0);
+                sums[t] += reach[j * BLOCK + t] * met;
+            }
+        for (int t = 0; t < b; t++) {
+            REAL bar = sums[t];
+            if (of_momentum) {
+                REAL met = w->fade[t] * w->momentum_last;
+                for (int i = 0; i < t; i++) met += written[i * BLOCK + t] * w->last_m[i];
+                bar += w->drags[(b - 1) * BLOCK + t] * met;
+            }
+            if (!w->live[t]) bar = 0;
+            if (!of_momentum && s->decay_first && !s->first_order) bar += w->decay_bar[t];
+            grad[first + t] = of_momentum ? bar : -bar;
+        }
+    }
+}
+
+/* to += sum over tokens of by[t] left_t right_t^T */
+static void add_outer(const Work *w, int out, int in, const REAL *by, const REAL *also, const REAL *left,
+                      const REAL *right, REAL *to) {
+    REAL *scaled = w->raw[0];
+    for (int t = 0; t < w->b; t++) {
+        REAL factor = (by ? by[t] : 1) * (also ? also[t] : 1);
+        for (int o = 0; o < out; o++) scaled[(size_t)t * out + o] = factor * left[(size_t)t * out + o];
+    }
+    product(out, in, w->b, turned(scaled, out), right, in, to, in, 0);
+}
+
+/* to += what the block asks of its first W, or S, or R, by how much of it is left at every token; NULL: all. */
+static void add_asked(const Settings *s, const Work *w, int l, const REAL *left, REAL *to) {
+    const Layer *a = &w->layers[l];
+    add_outer(w, a->out, a->in, left ? left + 1 : NULL, NULL, a->read_bar, a->read_x, to);
+    if (s->first_order) return;
+    add_outer(w, a->out, a->in, left, w->second, a->z_bar, a->x, to);
+    if (l) add_outer(w, a->out, a->in, left, w->second, a->delta, a->back_bar, to);
+}
+
+/* From the adjoints of the state after the block to those of the state before it. */
+static void state_back(const Settings *s, Work *w) {
+    int b = w->b;
+    for (int l = 0; l < s->depth; l++) {
+        Layer *a = &w->layers[l];
+        size_t weight = (size_t)a->out * a->in;
+        if (w->momentum) {
+            for (size_t i = 0; i < weight; i++) a->m_bar[i] = w->fade[b] * a->m_bar[i] + w->c[b] * a->w_bar[i];
+            add_asked(s, w, l, w->c, a->m_bar);
+        }
+        if (a->rest_bar) { /* of R there is 1 - beta */
+            add(weight, 1, a->w_bar, a->rest_bar);
+            add_asked(s, w, l, NULL, a->rest_bar);
+        }
+        for (size_t i = 0; i < weight; i++) a->w_bar[i] *= w->beta[b];
+        add_asked(s, w, l, w->beta, a->w_bar);
+        if (a->rest_bar) add(weight, -1, a->w_bar, a->rest_bar);
+    }
+}
+
+/* The state after a block, before any clipping. */
+static void advance(const Settings *s, const Work *w, const Inputs *in, int row, REAL *const *state,
+                    REAL *const *momenta, REAL *const *next, REAL *const *next_momenta) {
+    int b = w->b;
+    const REAL *kept = w->products + (b - 1) * BLOCK, *fading = w->drags + (b - 1) * BLOCK;
+    for (int l = 0; l < s->depth; l++) {
+        const Layer *a = &w->layers[l];
+        size_t weight = (size_t)a->out * a->in;
+        const REAL *rest = in->rest ? in->rest[l] + row * weight : NULL;
+        for (size_t i = 0; i < weight; i++) {
+            next[l][i] = w->beta[b] * state[l][i] + (rest ? (1 - w->beta[b]) * rest[i] : 0);
+            if (!w->momentum) continue;
+            next[l][i] += w->c[b] * momenta[l][i];
+            next_momenta[l][i] = w->fade[b] * momenta[l][i];
+        }
+        add_outer(w, a->out, a->in, kept, NULL, a->delta_step, a->x, next[l]);
+        if (w->momentum) add_outer(w, a->out, a->in, fading, NULL, a->delta_step, a->x, next_momenta[l]);
+    }
+}
+
 /* Gradients of everything that went in. grad_weights, grad_momenta hold those of the final state on entry and those of
- * the initial state on exit; grad_rest is added to. saved_* are what titans_exact left. grad_gradient and grad_loss may be NULL. */
+ * the initial state on exit; grad_rest is added to. saved_*, trace and clipped are what titans_exact left. grad_gradient
+ * and grad_loss may be NULL. */
 int titans_exact_backward(const Settings *s, const Inputs *in, REAL **saved_weights, REAL **saved_momenta,
-                          const REAL *grad_y, const REAL *grad_gradient, const REAL *grad_loss, REAL **grad_weights,
-                          REAL **grad_momenta, REAL *grad_q, REAL *grad_k, REAL *grad_v, REAL *grad_step,
-                          REAL *grad_alpha, REAL *grad_eta, REAL **grad_rest) {
+                          const REAL *trace, const unsigned char *clipped, const REAL *grad_y,
+                          const REAL *grad_gradient, const REAL *grad_loss, REAL **grad_weights, REAL **grad_momenta,
+                          REAL *grad_q, REAL *grad_k, REAL *grad_v, REAL *grad_step, REAL *grad_alpha, REAL *grad_eta,
+                          REAL **grad_rest) {
     int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment;
     size_t total = 0;
     for (int l = 0; l < depth; l++) total += (size_t)in->outs[l] * in->ins[l];
-    int has_momentum = saved_momenta != NULL;
+    int has_momentum = saved_momenta != NULL, tiles = s->tokens / s->tile;
+    REAL max_norm = (REAL)s->max_norm;
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(s->threads) schedule(static) if (s->threads > 1 && s->rows > 1)
 #endif
     for (int r = 0; r < s->rows; r++) {
-        Study at;
-        REAL *buffer = open_study(s, in, &at);
-        /* the states before every token of a segment, and the one after the token at hand */
-        REAL *states = malloc(total * 2 * (s->segment + 1) * sizeof(REAL));
-        int W = widest_layer(s, in);
-        REAL *extra = calloc((size_t)W * (5 * depth + 6), sizeof(REAL));
-        if (!buffer || !states || !extra) {
-            failed = 1;
-            free(buffer), free(states), free(extra);
-            continue;
-        }
-        REAL *read_x = extra, *read_slope = read_x + W * (depth + 1), *x_bar = read_slope + W * (depth + 1);
-        REAL *delta_bar = x_bar + W * (depth + 1), *slope_bar = delta_bar + W * (depth + 1), *z_bar = slope_bar + W * depth;
-        REAL *w[depth], *m[depth], *w_bar[depth], *m_bar[depth];
-        for (int l = 0; l < depth; l++) {
+        Work *w = open_work(s, in, has_momentum);
+        int *stops = malloc((s->segment + 1) * sizeof(int));
+        REAL *states = NULL;
+        size_t base = (size_t)r * s->tokens;
+        if (!w || !stops) failed = 1;
+        for (int l = 0; l < depth && !failed; l++) {
             size_t size = (size_t)in->outs[l] * in->ins[l];
-            w_bar[l] = grad_weights[l] + r * size;
-            m_bar[l] = has_momentum ? grad_momenta[l] + r * size : NULL;
+            w->layers[l].w_bar = grad_weights[l] + r * size;
+            w->layers[l].m_bar = has_momentum ? grad_momenta[l] + r * size : NULL;
+            w->layers[l].rest_bar = in->rest ? grad_rest[l] + r * size : NULL;
         }
-        for (int segment = segments - 1; segment >= 0; segment--) {
+        for (int segment = segments - 1; segment >= 0 && !failed; segment--) {
             int first = segment * s->segment, stop = first + s->segment < s->tokens ? first + s->segment : s->tokens;
-            /* forward once more, keeping every state */
-            for (int t = first; t < stop; t++) {
-                REAL *state = states + total * 2 * (t - first), *next = state + total * 2;
-                if (t == first) {
-                    REAL *to = state;
-                    for (int l = 0; l < depth; l++) {
-                        size_t size = (size_t)in->outs[l] * in->ins[l], from = ((size_t)r * segments + segment) * size;
-                        memcpy(to, saved_weights[l] + from, size * sizeof(REAL));
-                        if (has_momentum) memcpy(to + total, saved_momenta[l] + from, size * sizeof(REAL));
-                        to += size;
-                    }
-                }
-                if (t + 1 == stop) break; /* the state after the last token is not needed */
-                memcpy(next, state, total * 2 * sizeof(REAL));
-                size_t token = (size_t)r * s->tokens + t, at_layer = 0;
-                for (int l = 0; l < depth; l++) {
-                    w[l] = next + at_layer;
-                    m[l] = w[l] + total;
-                    at_layer += (size_t)in->outs[l] * in->ins[l];
-                }
-                if (in->live && !in->live[token]) continue;
-                study(s, in, token, w, &at);
-                for (int l = 0; l < depth; l++) {
-                    for (int o = 0; o < in->outs[l]; o++) {
-                        size_t row = (size_t)o * in->ins[l];
-                        write_row(in->ins[l], at.step * at.delta[at.widest * l + o], &at, at.x + at.widest * l,
-                                  rest_row(in, l, r, o), w[l] + row, has_momentum ? m[l] + row : NULL);
-                    }
-                    if (ends_here(s, in, r, t)) {
-                        clip_rows(in->outs[l], in->ins[l], w[l], rest_row(in, l, r, 0), (REAL)s->max_norm);
-                        if (has_momentum) clip_rows(in->outs[l], in->ins[l], m[l], NULL, (REAL)s->max_norm);
-                    }
-                }
+            /* blocks end where the guard clipped */
+            int blocks = 0;
+            for (int t = first, start = first; t < stop; t++) {
+                int cut = clipped && (t + 1) % s->tile == 0 && clipped[(size_t)r * tiles + t / s->tile];
+                if (cut || t + 1 - start == BLOCK || t + 1 == stop) stops[blocks++] = start = t + 1;
             }
-            for (int t = stop - 1; t >= first; t--) {
-                size_t token = (size_t)r * s->tokens + t, at_layer = 0;
-                REAL *state = states + total * 2 * (t - first), *next = states + total * 2 * s->segment;
-                int there = !in->live || in->live[token], end = ends_here(s, in, r, t);
-                const REAL *query = in->q + token * s->width_in;
-                REAL *after[depth], *after_m[depth];
-                for (int l = 0; l < depth; l++) {
-                    w[l] = state + at_layer;
-                    m[l] = w[l] + total;
-                    after[l] = there ? next + at_layer : w[l];
-                    after_m[l] = there ? after[l] + total : m[l];
-                    at_layer += (size_t)in->outs[l] * in->ins[l];
-                }
-                study(s, in, token, w, &at);
-                /* M_t and S_t before any clipping, then the read */
-                if (there) {
-                    memcpy(next, state, total * 2 * sizeof(REAL));
-                    for (int l = 0; l < depth; l++)
-                        for (int o = 0; o < in->outs[l]; o++) {
-                            size_t row = (size_t)o * in->ins[l];
-                            write_row(in->ins[l], at.step * at.delta[W * l + o], &at, at.x + W * l,
-                                      rest_row(in, l, r, o), after[l] + row, has_momentum ? after_m[l] + row : NULL);
-                        }
-                }
-                if (end)
+            REAL *room = realloc(states, total * 2 * (blocks + 1) * sizeof(REAL));
+            if (!room) {
+                failed = 1;
+                break;
+            }
+            states = room;
+            REAL *weights[blocks + 1][depth], *momenta[blocks + 1][depth];
+            for (int i = 0; i <= blocks; i++) {
+                REAL *to = states + total * 2 * i;
+                for (int l = 0; l < depth; to += (size_t)in->outs[l] * in->ins[l], l++)
+                    weights[i][l] = to, momenta[i][l] = to + total;
+            }
+            for (int l = 0; l < depth; l++) {
+                size_t size = (size_t)in->outs[l] * in->ins[l], from = ((size_t)r * segments + segment) * size;
+                weights[0][l] = saved_weights[l] + from;
+                if (has_momentum) momenta[0][l] = saved_momenta[l] + from;
+            }
+            for (int i = 0; i + 1 < blocks; i++) {
+                int start = i ? stops[i - 1] : first;
+                load_block(s, in, trace, base + start, stops[i] - start, w);
+                advance(s, w, in, r, weights[i], momenta[i], weights[i + 1], momenta[i + 1]);
+                if (clipped && stops[i] % s->tile == 0 && clipped[(size_t)r * tiles + stops[i] / s->tile - 1])
+                    clip_state(s, in, r, weights[i + 1], has_momentum ? momenta[i + 1] : NULL);
+            }
+            for (int i = blocks - 1; i >= 0; i--) {
+                int start = i ? stops[i - 1] : first, b = stops[i] - start;
+                load_block(s, in, trace, base + start, b, w);
+                if (clipped && stops[i] % s->tile == 0 && clipped[(size_t)r * tiles + stops[i] / s->tile - 1]) {
+                    advance(s, w, in, r, weights[i], momenta[i], weights[blocks], momenta[blocks]);
                     for (int l = 0; l < depth; l++) {
-                        REAL *rest_bar = in->rest ? grad_rest[l] + (size_t)r * in->outs[l] * in->ins[l] : NULL;
-                        clip_rows_back(in->outs[l], in->ins[l], after[l], rest_row(in, l, r, 0), w_bar[l], rest_bar,
-                                       (REAL)s->max_norm);
+                        Layer *a = &w->layers[l];
+                        clip_rows_back(a->out, a->in, weights[blocks][l], rest_row(in, l, r, 0), a->w_bar, a->rest_bar,
+                                       max_norm);
                         if (has_momentum)
-                            clip_rows_back(in->outs[l], in->ins[l], after_m[l], NULL, m_bar[l], NULL, (REAL)s->max_norm);
-                    }
-                memcpy(read_x, query, s->width_in * sizeof(REAL));
-                for (int l = 0; l < depth; l++) {
-                    REAL *x = read_x + W * l;
-                    if (s->bias) x[in->ins[l] - 1] = 1;
-                    if (l + 1 == depth) break;
-                    for (int o = 0; o < in->outs[l]; o++) at.z[o] = dot(in->ins[l], after[l] + (size_t)o * in->ins[l], x);
-                    activate(s->activation, in->outs[l], at.z, x + W, read_slope + W * l, NULL);
-                }
-                memcpy(z_bar, grad_y + token * s->width_out, s->width_out * sizeof(REAL));
-                for (int l = depth - 1; l >= 0; l--) {
-                    int inside = in->ins[l];
-                    REAL *up = at.told;
-                    memset(up, 0, inside * sizeof(REAL));
-                    for (int o = 0; o < in->outs[l]; o++) {
-                        size_t row = (size_t)o * inside;
-                        add(inside, z_bar[o], after[l] + row, up);
-                        add(inside, z_bar[o], read_x + W * l, w_bar[l] + row);
-                    }
-                    if (l)
-                        for (int i = 0; i < in->outs[l - 1]; i++) z_bar[i] = up[i] * read_slope[W * (l - 1) + i];
-                    else
-                        memcpy(grad_q + token * s->width_in, up, s->width_in * sizeof(REAL));
-                }
-                if (s->residual) add(s->width_in, 1, grad_y + token * s->width_out, grad_q + token * s->width_in);
-
-                REAL *key_bar = grad_k + token * s->width_in, *value_bar = grad_v + token * s->width_out;
-                memset(key_bar, 0, s->width_in * sizeof(REAL));
-                memset(value_bar, 0, s->width_out * sizeof(REAL));
-                REAL keep_bar = 0, drag_bar = 0, step_bar = 0, decay_bar = 0;
-                memset(x_bar, 0, (size_t)W * (depth + 1) * sizeof(REAL));
-                memset(delta_bar, 0, (size_t)W * (depth + 1) * sizeof(REAL));
-                memset(slope_bar, 0, (size_t)W * depth * sizeof(REAL));
-                if (there)
-                    /* M = keep M + S, S = drag S - step delta x^T */
-                    for (int l = 0; l < depth; l++) {
-                        int inside = in->ins[l];
-                        REAL *x = at.x + W * l, *xb = x_bar + W * l;
-                        for (int o = 0; o < in->outs[l]; o++) {
-                            size_t row = (size_t)o * inside;
-                            REAL *wb = w_bar[l] + row, *old = w[l] + row, d = at.delta[W * l + o], *g = wb;
-                            keep_bar += dot(inside, wb, old);
-                            if (in->rest) {
-                                keep_bar -= dot(inside, wb, rest_row(in, l, r, o));
-                                add(inside, 1 - at.keep, wb, grad_rest[l] + (size_t)r * in->outs[l] * inside + row);
-                            }
-                            if (has_momentum) {
-                                g = m_bar[l] + row;
-                                add(inside, 1, wb, g);
-                                drag_bar += dot(inside, g, m[l] + row);
-                            }
-                            REAL along = dot(inside, g, x);
-                            step_bar -= d * along;
-                            delta_bar[W * l + o] -= at.step * along;
-                            add(inside, -at.step * d, g, xb);
-                            if (has_momentum)
-                                for (int i = 0; i < inside; i++) g[i] *= at.drag;
-                            for (int i = 0; i < inside; i++) wb[i] *= at.keep;
-                        }
-                    }
-                REAL kappa_bar = 0, total_bar = 0;
-                if (s->bounded) {
-                    grad_step[token] = step_bar / (1 + at.kappa);
-                    kappa_bar = -step_bar * at.step / (1 + at.kappa);
-                } else
-                    grad_step[token] = step_bar;
-                REAL *error = at.delta + W * (depth - 1), *error_bar = delta_bar + W * (depth - 1);
-                REAL m_out_bar = 0; /* of the dot loss */
-                if (grad_gradient) {
-                    kappa_bar += grad_gradient[token] * at.total;
-                    total_bar += grad_gradient[token] * at.kappa;
-                }
-                if (grad_loss) {
-                    if (s->squared)
-                        total_bar += grad_loss[token];
-                    else
-                        m_out_bar = grad_loss[token];
-                }
-                if (kappa_bar != 0) {
-                    add(in->ins[depth - 1], 2 * kappa_bar, at.x + W * (depth - 1), x_bar + W * (depth - 1));
-                    REAL share = kappa_bar / (at.total + TINY), below = 0;
-                    for (int l = 0; l + 1 < depth; l++) {
-                        REAL *d = at.delta + W * l, *x = at.x + W * l;
-                        REAL dd = dot(in->outs[l], d, d), xx = dot(in->ins[l], x, x);
-                        add(in->outs[l], 2 * share * xx, d, delta_bar + W * l);
-                        add(in->ins[l], 2 * share * dd, x, x_bar + W * l);
-                        below += dd * xx;
-                    }
-                    total_bar -= share * below / (at.total + TINY);
-                }
-                /* back through the backpropagation */
-                for (int l = 1; l < depth; l++) {
-                    int hidden = in->outs[l - 1];
-                    REAL *db = delta_bar + W * (l - 1), *slope = at.slope + W * (l - 1), *back = at.back + W * (l - 1);
-                    REAL *back_bar = at.ask;
-                    for (int i = 0; i < hidden; i++) {
-                        slope_bar[W * (l - 1) + i] += db[i] * back[i];
-                        back_bar[i] = db[i] * slope[i];
-                    }
-                    for (int o = 0; o < in->outs[l]; o++) {
-                        size_t row = (size_t)o * in->ins[l];
-                        REAL d = at.delta[W * l + o], along = dot(hidden, back_bar, w[l] + row);
-                        delta_bar[W * l + o] += at.decay * along;
-                        decay_bar += d * along;
-                        if (!s->first_order) add(hidden, at.decay * d, back_bar, w_bar[l] + row);
+                            clip_rows_back(a->out, a->in, momenta[blocks][l], NULL, a->m_bar, NULL, max_norm);
                     }
                 }
-                add(s->width_out, 2 * total_bar, error, error_bar);
-                /* back through the forward pass */
-                for (int o = 0; o < s->width_out; o++) {
-                    REAL output = 0;
-                    if (s->squared)
-                        output = error_bar[o];
-                    else
-                        output = m_out_bar * error[o];
-                    z_bar[o] = output;
-                    if (s->residual) key_bar[o] += output;
-                    value_bar[o] -= error_bar[o];
+                split_parts(s, w, weights[i], momenta[i], in, r);
+                memset(w->meets, 0, BLOCK * (BLOCK + 1) * sizeof(REAL));
+                memset(w->from_away, 0, sizeof w->from_away);
+                memset(w->from_momentum, 0, sizeof w->from_momentum);
+                memset(w->last_w, 0, sizeof w->last_w);
+                memset(w->last_m, 0, sizeof w->last_m);
+                w->momentum_last = 0;
+                reads_back(s, w, base + start, grad_y, grad_q);
+                for (int t = b - 1; t >= 0; t--) {
+                    size_t token = base + start + t;
+                    const REAL *z = trace + token * trace_width(s, in);
+                    for (int l = 0; l + 1 < depth; l++) z += in->outs[l];
+                    token_back(s, in, w, t, token, z, grad_gradient, grad_loss, grad_k, grad_v, grad_step);
                 }
-                if (!s->squared && m_out_bar != 0) { /* the loss -<m, v> also moves with v */
-                    for (int o = 0; o < s->width_out; o++) {
-                        const REAL *x = at.x + W * (depth - 1);
-                        REAL out = at.decay * dot(in->ins[depth - 1], w[depth - 1] + (size_t)o * in->ins[depth - 1], x);
-                        if (s->residual) out += in->k[token * s->width_in + o];
-                        value_bar[o] -= m_out_bar * out;
-                    }
-                }
-                for (int l = depth - 1; l >= 0; l--) {
-                    int inside = in->ins[l];
-                    REAL *xb = x_bar + W * l, *x = at.x + W * l;
-                    for (int o = 0; o < in->outs[l]; o++) {
-                        size_t row = (size_t)o * inside;
-                        decay_bar += z_bar[o] * dot(inside, w[l] + row, x);
-                        add(inside, at.decay * z_bar[o], w[l] + row, xb);
-                        if (!s->first_order) add(inside, at.decay * z_bar[o], x, w_bar[l] + row);
-                    }
-                    if (l)
-                        for (int i = 0; i < in->outs[l - 1]; i++)
-                            z_bar[i] = xb[i] * at.slope[W * (l - 1) + i] + slope_bar[W * (l - 1) + i] * at.curve[W * (l - 1) + i];
-                }
-                add(s->width_in, 1, x_bar, key_bar);
-                if (s->decay_first && !s->first_order) keep_bar += decay_bar;
-                if (grad_alpha) grad_alpha[token] = -keep_bar;
-                if (grad_eta) grad_eta[token] = drag_bar;
+                keys_back(s, w, base + start, grad_k);
+                gates_back(s, w, base + start, grad_alpha, grad_eta);
+                state_back(s, w);
             }
         }
-        free(buffer), free(states), free(extra);
+        free(w), free(stops), free(states);
     }
     return failed;
 }

@@ -88,16 +88,19 @@ class _NativeExact(torch.autograd.Function):
         needs = any(ctx.needs_input_grad)
         saved = [w.new_empty(n, -(-slots // SEGMENT), *w.shape[1:]) for w in state] if needs else []
         y = weights[0].new_empty(n, slots, weights[-1].shape[1])
+        outs = [w.shape[1] for w in weights]
+        trace = y.new_empty(n, slots, 3 * sum(outs) - 2 * outs[-1]) if needs else None  # trace_width of exact.c
+        clipped = torch.empty_like(ends) if needs and ends is not None else None
         gradient, loss = (y.new_empty(n, slots), y.new_empty(n, slots)) if rule.surprise else (None, None)
         call(
             "titans_exact", y.dtype, ctypes.byref(settings), ctypes.byref(inputs), addresses(weights),
             addresses(momentum),
-            addresses(saved[:depth]), addresses(saved[depth:]), address(y), address(gradient),
-            address(loss),
+            addresses(saved[:depth]), addresses(saved[depth:]), address(trace), address(clipped), address(y),
+            address(gradient), address(loss),
         )  # fmt: skip
-        ctx.rule, ctx.tile, ctx.live, ctx.ends, ctx.counts = rule, tile, live, ends, counts
-        ctx.there = [x is not None for x in tokens]
-        ctx.save_for_backward(*(x for x in tokens if x is not None), *rest, *saved)
+        ctx.rule, ctx.tile, ctx.live, ctx.clipped, ctx.counts = rule, tile, live, clipped, counts
+        ctx.there = [x is not None for x in (*tokens, trace)]
+        ctx.save_for_backward(*(x for x in (*tokens, trace) if x is not None), *rest, *saved)
         outputs = [y] if gradient is None or loss is None else [y, gradient, loss]
         return *outputs, *weights, *momentum
 
@@ -105,13 +108,11 @@ class _NativeExact(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         stored = iter(ctx.saved_tensors)
-        tokens = [next(stored) if there else None for there in ctx.there]
+        *tokens, trace = [next(stored) if there else None for there in ctx.there]
         depth, total = ctx.counts[0], sum(ctx.counts)
         others = list(stored)
         rest, saved = others[: len(others) - total], others[len(others) - total :]
-        settings, inputs = _describe(
-            ctx.rule, ctx.tile, ctx.live, ctx.ends, [w[:, 0] for w in saved[:depth]], tokens, rest
-        )
+        settings, inputs = _describe(ctx.rule, ctx.tile, ctx.live, None, [w[:, 0] for w in saved[:depth]], tokens, rest)
         count = 3 if ctx.rule.surprise else 1
         outputs = list(plain(grads[:count]))
         gradient, loss = outputs[1:] if ctx.rule.surprise else (None, None)
@@ -120,7 +121,7 @@ class _NativeExact(torch.autograd.Function):
         to_rest = [torch.zeros_like(r) for r in rest]
         call(
             "titans_exact_backward", state[0].dtype, ctypes.byref(settings), ctypes.byref(inputs),
-            addresses(saved[:depth]), addresses(saved[depth:]),
+            addresses(saved[:depth]), addresses(saved[depth:]), address(trace), address(ctx.clipped),
             address(outputs[0]), address(gradient), address(loss), addresses(state[:depth]),
             addresses(state[depth:]), *(address(x) for x in to_tokens), addresses(to_rest),
         )  # fmt: skip
