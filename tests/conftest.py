@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from titans.ops.native import chunked, exact, norm, project
+from titans.ops.native import norm, project
 
 
 @pytest.fixture(autouse=True)
@@ -19,8 +19,9 @@ def nothing_of_the_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 @pytest.fixture
 def only_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loops are out of reach, as on a machine without a compiler."""
-    for module in (chunked, exact, norm, project):
+    for module in (norm, project):
         monkeypatch.setattr(module, "available", lambda *args: False)
+    monkeypatch.setattr("titans.ops.engines.takes", lambda *args: False)
 
 
 @pytest.fixture(params=["compiled", "pytorch"])

@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[Call], Call], str]] = {
         mask(torch.ones(2, TIME)),
         "mask has dtype torch.float32; expected bool, True where a token counts",
     ),
-    "an unknown loss": (option(loss="huber"), "loss is 'huber'; expected one of squared, dot"),
+    "an unknown loss": (option(loss="cubic"), "loss is 'cubic'; expected one of squared, dot, huber"),
     "a guard of zero": (option(max_norm=0.0), "max_norm is 0.0; expected a positive number or None"),
     "weights of another width": (
         on("weights", lambda w: (w[0][..., 1:], w[1])),

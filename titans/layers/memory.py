@@ -20,9 +20,10 @@ from titans.ops import (
     neural_memory_exact,
     neural_memory_recurrent,
 )
-from titans.ops.exact import GUARD_EVERY
 from titans.ops.frame import make_frame
-from titans.ops.inputs import LOSSES, check_finite
+from titans.ops.functions import GUARD_EVERY
+from titans.ops.inputs import check_finite
+from titans.ops.losses import LOSSES
 from titans.ops.project import UNIT_EPS, gate_output, last_inputs, project_heads
 
 MODES = ("chunked", "exact", "recurrent")

@@ -151,7 +151,7 @@ class TitansConfig(PreTrainedConfig):
         """Each field by itself."""
         from titans.layers.memory import GATES as MEMORY_GATES
         from titans.layers.memory import HOMES, MODES
-        from titans.ops.inputs import LOSSES
+        from titans.ops.losses import LOSSES
         from titans.ops.network import ACTIVATIONS
 
         choices = {

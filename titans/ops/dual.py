@@ -7,8 +7,7 @@ same (docs/math.md, The dual form).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,76 +16,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.coefficients import Coefficients, tile_coefficients
-from titans.ops.frame import Frame
-from titans.ops.network import ACTIVATIONS, LAYER_NORM_EPS, MemoryMLP, append_one, layer_norm_vjp
-from titans.ops.recurrent import ROOT_TINY, TINY, clip_rows
-from titans.ops.state import MemoryState, Surprise
+from titans.ops.flat import PER_TOKEN, FlatRule, FlatState, FlatTokens, Tensors, Tiling, split_rest
+from titans.ops.network import ACTIVATIONS, LAYER_NORM_EPS, layer_norm_vjp
+from titans.ops.recurrent import TINY, clip_rows
 
-Tensors = tuple[Tensor, ...]
 GRAPH_NUMBERS = 1 << 25  # a tile's graph holds about 20 tensors a layer; between two checkpoints so many numbers
 CACHED_NUMBERS = 1 << 17  # tiles are read together while their tensors stay this small
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What stays the same for a whole call."""
-
-    network: MemoryMLP
-    squared: bool
-    bounded: bool
-    crowding: bool  # also divide a bounded step by how crowded its chunk is
-    max_norm: float | None
-    first_order: bool
-    anchored: bool  # the chunked rule: gradients are taken at the weights of the chunk's start
-    decay_first: bool
-    surprise: bool
-
-    @property
-    def scale(self) -> int:
-        """The factor that the loss puts before its gradient: it goes into the step, not into the deltas."""
-        return 2 if self.squared else 1
-
-    def inputs(self, x: Tensor) -> Tensor:
-        """What a weight multiplies: x, or [x, 1] if the memory has biases."""
-        return append_one(x) if self.network.bias else x
-
-
-class Carry(NamedTuple):
-    """The state between tiles, batch and heads folded into one dimension; weights as they differ from the rest."""
-
-    weights: Tensors
-    momentum: Tensors  # empty: no momentum
-    anchor: Tensors  # empty: the weights themselves
-    gram: Tensor | None
-
-
-class Tokens(NamedTuple):
-    """Framed inputs, (batch * heads, slots, ...); ``live`` is None if every slot holds a token."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    theta: Tensor
-    alpha: Tensor | None
-    eta: Tensor | None
-    live: Tensor | None
-    norm: Tensor | None  # (batch * heads, 2, width): the network's LayerNorm, not per token
-    rest: Tensor | None  # (batch * heads, all weights of all layers): where forgetting returns to, not per token
-
-    def slots(self, start: int, stop: int) -> Tokens:
-        """Those of some slots."""
-        parts = (None if x is None else x[:, start:stop] for x in self[:PER_TOKEN])
-        return Tokens(*parts, norm=self.norm, rest=self.rest)  # type: ignore[arg-type, misc]
-
-
-PER_TOKEN = 7  # so many fields of Tokens have a time dimension
-
-
-class Stretch(NamedTuple):
-    """Consecutive tiles: their size, and for each whether a boundary of the grid follows it (see ``Frame.ends``)."""
-
-    tile: int
-    ends: tuple[bool | Tensor | None, ...]
 
 
 class Tile(NamedTuple):
@@ -98,6 +33,7 @@ class Tile(NamedTuple):
     prepared: Tensors  # this tile's share of what the key pass prepared
     norm: Tensor | None
     rest: Tensors  # one weight per layer, or empty
+    loss: Tensor | None  # the loss's parameter
 
 
 class Keys(NamedTuple):
@@ -113,17 +49,11 @@ class Keys(NamedTuple):
 class KeyPass(Protocol):
     """Finds where each token's gradient points; the one thing in which the chunked and the exact rule differ."""
 
-    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors] | None:
-        """All of :func:`run_tiles` done in another way, with gradients; None if there is no such way."""
+    def prepare(self, rule: FlatRule, tile: int, tokens: FlatTokens, coefficients: Coefficients) -> Tensors:
+        """What can be computed for all tiles at once; each tensor (n, tiles, ...)."""
         ...
 
-    def prepare(
-        self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients
-    ) -> Tensors:
-        """What can be computed for all tiles of a stretch at once; each tensor (n, tiles, ...)."""
-        ...
-
-    def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
+    def __call__(self, rule: FlatRule, state: FlatState, tile: Tile) -> Keys:
         """The key pass of one tile."""
         ...
 
@@ -136,29 +66,22 @@ class Output(NamedTuple):
     loss: Tensor | None  # (n, b), if the surprise is asked for
 
 
-def network_output(rule: Rule, z: Tensor, x: Tensor, norm: Tensor | None) -> Tensor:
+def network_output(rule: FlatRule, z: Tensor, x: Tensor, norm: Tensor | None) -> Tensor:
     """What M makes of its last layer's output z for the input x: norm and residual."""
     if norm is not None:
         z = F.layer_norm(z, z.shape[-1:], eps=LAYER_NORM_EPS) * norm[:, :1] + norm[:, 1:]
     return z + x if rule.network.residual else z
 
 
-def output_error(rule: Rule, z: Tensor, tile: Tile) -> Output:
+def output_error(rule: FlatRule, z: Tensor, tile: Tile) -> Output:
     """From the last layer's output at the keys to the loss and its gradients."""
-    loss = None
-    if rule.squared:
-        error = network_output(rule, z, tile.k, tile.norm) - tile.v
-        if rule.surprise:
-            loss = error.square().sum(-1)
-    else:
-        error = -tile.v
-        if rule.surprise:
-            loss = (network_output(rule, z, tile.k, tile.norm) * error).sum(-1)
+    y, loss = network_output(rule, z, tile.k, tile.norm), rule.loss.with_parameter(tile.loss)
+    error = loss.gradient(y, tile.v)
     delta = error if tile.norm is None else layer_norm_vjp(z, tile.norm[:, :1], error)
-    return Output(error, delta, loss)
+    return Output(error, delta, loss.value(y, tile.v) if rule.surprise else None)
 
 
-def finish_keys(rule: Rule, tile: Tile, inputs: Tensors, deltas: Tensors, output: Output) -> Keys:
+def finish_keys(rule: FlatRule, tile: Tile, inputs: Tensors, deltas: Tensors, output: Output) -> Keys:
     """Adds the normalised step and the surprise, ||u_i||^2 = sum over layers of ||delta_i||^2 ||h_i||^2."""
     if not rule.bounded and not rule.surprise:
         return Keys(inputs, deltas, tile.step, None, None)
@@ -174,13 +97,15 @@ def finish_keys(rule: Rule, tile: Tile, inputs: Tensors, deltas: Tensors, output
     return Keys(inputs, deltas, step, kappa * error, output.loss)
 
 
-def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors]:
+def run_tiles(
+    rule: FlatRule, key_pass: KeyPass, tiling: Tiling, state: FlatState, tokens: FlatTokens
+) -> tuple[FlatState, Tensors]:
     """Runs consecutive tiles: the key passes and writes one after another, then all their reads at once.
 
-    Returns the carry after them and (y,) or (y, ||u||^2, l) for every slot.
+    Returns the state after them and (y,) or (y, ||u||^2, l) for every slot.
     """
     n, slots, _ = tokens.k.shape
-    tile, ends = stretch
+    tile, ends = tiling
     tiles = slots // tile
 
     def split(x: Tensor | None) -> Tensor | None:
@@ -194,27 +119,28 @@ def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tok
     if rule.crowding:
         crowd, inverse = _crowd(k, live)
         step = step / crowd.square()
-    rest = split_rest(tokens.rest, carry.weights)
-    prepared = key_pass.prepare(rule, stretch, carry, tokens, coefficients)
+    rest = split_rest(tokens.rest, state.weights)
+    prepared = key_pass.prepare(rule, tile, tokens, coefficients)
 
-    widest = max(max(w.shape[-2:]) for w in carry.weights)
+    widest = max(max(w.shape[-2:]) for w in state.weights)
     at_once = max(1, CACHED_NUMBERS // (n * tile * max(widest, tile)))
     outputs: list[Tensor] = []
     found: list[Keys] = []
-    starts: list[Carry] = []
+    starts: list[FlatState] = []
     for index in range(tiles):
         row = coefficients.at(index)
         tile_step = step[:, index]
-        if crowd is not None and carry.gram is not None:
-            before = (torch.bmm(k[:, index], carry.gram) * k[:, index]).sum(-1) * inverse[:, index]
+        if crowd is not None and state.gram is not None:
+            before = (torch.bmm(k[:, index], state.gram) * k[:, index]).sum(-1) * inverse[:, index]
             tile_step = tile_step * (crowd[:, index] / (crowd[:, index] + before)).square()
-        part = Tile(k[:, index], v[:, index], tile_step, tuple(x[:, index] for x in prepared), tokens.norm, rest)
-        keys = key_pass(rule, carry, part)
-        starts.append(carry)
+        mine = tuple(x[:, index] for x in prepared)
+        part = Tile(k[:, index], v[:, index], tile_step, mine, tokens.norm, rest, tokens.loss)
+        keys = key_pass(rule, state, part)
+        starts.append(state)
         found.append(keys)
-        carry = _advance(rule, carry, keys, row, ends[index])
+        state = _advance(rule, state, keys, row, ends[index])
         if crowd is not None and ends[index] is not True:
-            carry = _add_gram(carry, starts[-1].gram, k[:, index], inverse[:, index], ends[index])
+            state = _add_gram(state, starts[-1].gram, k[:, index], inverse[:, index], ends[index])
         if len(starts) == at_once or index + 1 == tiles:
             done = slice(index + 1 - len(starts), index + 1)
             these = coefficients.at(done)
@@ -223,10 +149,10 @@ def run_tiles(rule: Rule, key_pass: KeyPass, stretch: Stretch, carry: Carry, tok
 
     y = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
     if not rule.surprise:
-        return carry, (y,)
+        return state, (y,)
     gradient = torch.stack([x.gradient for x in found if x.gradient is not None], dim=1).reshape(n, slots)
     loss = torch.stack([x.loss for x in found if x.loss is not None], dim=1).reshape(n, slots)
-    return carry, (y, rule.scale**2 * gradient, loss)
+    return state, (y, rule.scale**2 * gradient, loss)
 
 
 def _crowd(k: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -241,13 +167,15 @@ def _crowd(k: Tensor, live: Tensor | None) -> tuple[Tensor, Tensor]:
     return 1 + (gram.square().tril(-1) @ inverse.unsqueeze(-1)).squeeze(-1) * inverse, inverse
 
 
-def _add_gram(carry: Carry, gram: Tensor | None, k: Tensor, inverse: Tensor, end: bool | Tensor | None) -> Carry:
+def _add_gram(
+    state: FlatState, gram: Tensor | None, k: Tensor, inverse: Tensor, end: bool | Tensor | None
+) -> FlatState:
     """Keeps the sum of the open chunk's k k^T / ||k||^2 for the tokens that come with later calls."""
     scaled = (k * inverse.unsqueeze(-1)).mT
     gram = torch.bmm(scaled, k) if gram is None else torch.baddbmm(gram, scaled, k)
     if isinstance(end, Tensor):
         gram = torch.where(_per_row(end, len(gram)), 0, gram)
-    return carry._replace(gram=gram)
+    return state._replace(gram=gram)
 
 
 def _per_row(flags: Tensor, n: int) -> Tensor:
@@ -256,22 +184,22 @@ def _per_row(flags: Tensor, n: int) -> Tensor:
 
 
 def _advance(
-    rule: Rule,
-    carry: Carry,
+    rule: FlatRule,
+    state: FlatState,
     keys: Keys,
     row: Coefficients,
     end: bool | Tensor | None,
-) -> Carry:
+) -> FlatState:
     """The state after a tile: W' = beta_b W + c_b S - (P[b] theta . delta)^T h, S' likewise."""
     memory_step = (row.products[:, -1] * keys.step).unsqueeze(-1)
     weights, momentum = [], []
     for index, (h, delta) in enumerate(zip(keys.inputs, keys.deltas, strict=True)):
-        w = carry.weights[index]
+        w = state.weights[index]
         kept = w if row.beta is None else row.beta[:, -1, None, None] * w
         if row.momentum_row is None or row.c is None or row.m is None:
             weights.append(torch.baddbmm(kept, (memory_step * delta).mT, h, alpha=-1))
             continue
-        s = carry.momentum[index]
+        s = state.momentum[index]
         kept = torch.addcmul(kept, row.c[:, -1, None, None], s)
         momentum_step = (row.momentum_row * keys.step).unsqueeze(-1)
         weights.append(torch.baddbmm(kept, (memory_step * delta).mT, h, alpha=-1))
@@ -279,21 +207,21 @@ def _advance(
     new_weights, new_momentum = tuple(weights), tuple(momentum)
 
     if end is None:
-        anchor = (carry.anchor or carry.weights) if rule.anchored else ()
-        return Carry(new_weights, new_momentum, anchor, None)
+        anchor = (state.anchor or state.weights) if rule.anchored else ()
+        return FlatState(new_weights, new_momentum, anchor, None)
     clipped, clipped_momentum = new_weights, new_momentum
     if rule.max_norm is not None and _too_long(new_weights + new_momentum, rule.max_norm):
         clipped = tuple(clip_rows(x, rule.max_norm) for x in new_weights)
         clipped_momentum = tuple(clip_rows(x, rule.max_norm) for x in new_momentum)
     if end is True:
-        return Carry(clipped, clipped_momentum, (), None)
+        return FlatState(clipped, clipped_momentum, (), None)
     assert isinstance(end, Tensor)
     done = _per_row(end, len(new_weights[0]))
     new_weights = tuple(torch.where(done, a, b) for a, b in zip(clipped, new_weights, strict=True))
     new_momentum = tuple(torch.where(done, a, b) for a, b in zip(clipped_momentum, new_momentum, strict=True))
-    old_anchor = (carry.anchor or carry.weights) if rule.anchored else ()
+    old_anchor = (state.anchor or state.weights) if rule.anchored else ()
     anchor = tuple(torch.where(done, a, b) for a, b in zip(new_weights, old_anchor, strict=False))
-    return Carry(new_weights, new_momentum, anchor, None)
+    return FlatState(new_weights, new_momentum, anchor, None)
 
 
 def _too_long(weights: Tensors, max_norm: float) -> bool:
@@ -305,9 +233,9 @@ def _too_long(weights: Tensors, max_norm: float) -> bool:
 
 
 def _read(
-    rule: Rule,
+    rule: FlatRule,
     q: Tensor,
-    starts: list[Carry],
+    starts: list[FlatState],
     found: list[Keys],
     coefficients: Coefficients,
     norm: Tensor | None,
@@ -347,28 +275,22 @@ def _read(
     return y.reshape(n, tiles * tile, -1)
 
 
-def _flatten(carry: Carry, tokens: Tokens) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple[Carry, Tokens]]]:
-    """All tensors of a carry and its tokens as one list, and the way back."""
-    counts = (len(carry.weights), len(carry.momentum), len(carry.anchor))
-    optional = (carry.gram, *tokens)
+def _flatten(
+    state: FlatState, tokens: FlatTokens
+) -> tuple[list[Tensor], Callable[[list[Tensor]], tuple[FlatState, FlatTokens]]]:
+    """All tensors of a state and its tokens as one list, and the way back."""
+    counts = (len(state.weights), len(state.momentum), len(state.anchor))
+    optional = (state.gram, *tokens)
     there = [x is not None for x in optional]
-    tensors = [*carry.weights, *carry.momentum, *carry.anchor, *(x for x in optional if x is not None)]
+    tensors = [*state.weights, *state.momentum, *state.anchor, *(x for x in optional if x is not None)]
 
-    def rebuild(values: list[Tensor]) -> tuple[Carry, Tokens]:
+    def rebuild(values: list[Tensor]) -> tuple[FlatState, FlatTokens]:
         rest = iter(values)
         weights, momentum, anchor = (tuple(next(rest) for _ in range(count)) for count in counts)
         gram, *fields = (next(rest) if is_there else None for is_there in there)
-        return Carry(weights, momentum, anchor, gram), Tokens(*fields)  # type: ignore[arg-type]
+        return FlatState(weights, momentum, anchor, gram), FlatTokens(*fields)  # type: ignore[arg-type]
 
     return tensors, rebuild
-
-
-def split_rest(rest: Tensor | None, weights: Tensors) -> Tensors:
-    """``Tokens.rest`` as one (n, out, in) tensor a layer; empty if there is none."""
-    if rest is None:
-        return ()
-    parts = rest.split([w[0].numel() for w in weights], dim=1)
-    return tuple(part.view(len(w), *w.shape[1:]) for part, w in zip(parts, weights, strict=True))
 
 
 def join_outputs(parts: list[Tensors]) -> Tensors:
@@ -381,16 +303,16 @@ class _Checkpointed(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, groups: list[Any], rebuild: Any, finish: dict[str, Any], *tensors: Tensor) -> Tensors:
-        carry, tokens = rebuild(list(tensors))
-        carries, outputs = [], []
+        state, tokens = rebuild(list(tensors))
+        states, outputs = [], []
         for run, start, stop in groups:
-            carries.append(carry)
-            carry, out = run(carry, tokens.slots(start, stop))
+            states.append(state)
+            state, out = run(state, tokens.slots(start, stop))
             outputs.append(out)
-        ctx.groups, ctx.rebuild, ctx.carries = groups, rebuild, carries
+        ctx.groups, ctx.rebuild, ctx.states = groups, rebuild, states
         ctx.save_for_backward(*tensors)
-        flat, ctx.final = _flatten_carry(carry)
-        finish["carry"] = ctx.final
+        flat, ctx.final = _flatten_state(state)
+        finish["state"] = ctx.final
         finish["outputs"] = len(outputs[0])
         return *join_outputs(outputs), *flat
 
@@ -401,33 +323,33 @@ class _Checkpointed(torch.autograd.Function):
         _, tokens = ctx.rebuild(tensors)
         count = len(tensors)
         outputs = len(grads) - ctx.final.size
-        carry_grads = list(grads[outputs:])
-        first = ctx.carries[0]
-        n_carry = len(_flatten_carry(first)[0])
-        token_grads: list[Tensor | None] = [None] * (count - n_carry)
-        needs = ctx.needs_input_grad[3 + n_carry :]
+        state_grads = list(grads[outputs:])
+        first = ctx.states[0]
+        n_state = len(_flatten_state(first)[0])
+        token_grads: list[Tensor | None] = [None] * (count - n_state)
+        needs = ctx.needs_input_grad[3 + n_state :]
         wanted = [x for x in tokens if x is not None]
         shared = [index >= PER_TOKEN for index, x in enumerate(tokens) if x is not None]
         for index in reversed(range(len(ctx.groups))):
             run, start, stop = ctx.groups[index]
             with torch.enable_grad():
-                flat, _ = _flatten_carry(ctx.carries[index])
+                flat, _ = _flatten_state(ctx.states[index])
                 flat = [x.detach().requires_grad_() for x in flat]
                 leaves = [
                     (x if whole else x[:, start:stop]).detach().requires_grad_(need)
                     for x, need, whole in zip(wanted, needs, shared, strict=True)
                 ]
-                _, rebuild_group = _flatten(ctx.carries[index], tokens)
-                carry, part = rebuild_group([*flat, *leaves])
-                new_carry, out = run(carry, part)
-                new_flat, _ = _flatten_carry(new_carry)
+                _, rebuild_group = _flatten(ctx.states[index], tokens)
+                state, part = rebuild_group([*flat, *leaves])
+                new_state, out = run(state, part)
+                new_flat, _ = _flatten_state(new_state)
                 results = [*out, *new_flat]
-                cotangents = [g[:, start:stop] for g in grads[:outputs]] + carry_grads
+                cotangents = [g[:, start:stop] for g in grads[:outputs]] + state_grads
                 pairs = [(r, g) for r, g in zip(results, cotangents, strict=True) if r.requires_grad]
                 inputs = [x for x in (*flat, *leaves) if x.requires_grad]
                 gradients = torch.autograd.grad([r for r, _ in pairs], inputs, [g for _, g in pairs], allow_unused=True)
             by_input = {id(x): g for x, g in zip(inputs, gradients, strict=True)}
-            carry_grads = [torch.zeros_like(x) if by_input[id(x)] is None else by_input[id(x)] for x in flat]
+            state_grads = [torch.zeros_like(x) if by_input[id(x)] is None else by_input[id(x)] for x in flat]
             for i, leaf in enumerate(leaves):
                 gradient = by_input.get(id(leaf))
                 if gradient is None:
@@ -440,10 +362,10 @@ class _Checkpointed(torch.autograd.Function):
                     total += gradient
                 else:
                     total[:, start:stop] = gradient
-        return None, None, None, *carry_grads, *token_grads
+        return None, None, None, *state_grads, *token_grads
 
 
-class _CarrySpec(NamedTuple):
+class _StateSpec(NamedTuple):
     counts: tuple[int, int, int]
     gram: bool
 
@@ -451,123 +373,49 @@ class _CarrySpec(NamedTuple):
     def size(self) -> int:
         return sum(self.counts) + self.gram
 
-    def build(self, flat: Tensors) -> Carry:
+    def build(self, flat: Tensors) -> FlatState:
         a, b, c = self.counts
         gram = flat[a + b + c] if self.gram else None
-        return Carry(flat[:a], flat[a : a + b], flat[a + b : a + b + c], gram)
+        return FlatState(flat[:a], flat[a : a + b], flat[a + b : a + b + c], gram)
 
 
-def _flatten_carry(carry: Carry) -> tuple[list[Tensor], _CarrySpec]:
-    flat = [*carry.weights, *carry.momentum, *carry.anchor]
-    spec = _CarrySpec((len(carry.weights), len(carry.momentum), len(carry.anchor)), carry.gram is not None)
-    return (flat if carry.gram is None else [*flat, carry.gram]), spec
+def _flatten_state(state: FlatState) -> tuple[list[Tensor], _StateSpec]:
+    flat = [*state.weights, *state.momentum, *state.anchor]
+    spec = _StateSpec((len(state.weights), len(state.momentum), len(state.anchor)), state.gram is not None)
+    return (flat if state.gram is None else [*flat, state.gram]), spec
 
 
-def run_dual(
-    rule: Rule,
+def run_checkpointed(
+    rule: FlatRule,
+    tiling: Tiling,
+    state: FlatState,
+    tokens: FlatTokens,
+    *,
     key_pass: KeyPass,
-    frame: Frame,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    alpha: Tensor | None,
-    eta: Tensor | None,
-    state: MemoryState,
-    rest: Sequence[Tensor] | None,
     checkpoint_every: int | None,
-) -> tuple[Tensor, MemoryState, Surprise | None]:
-    """Runs a whole call (batch, heads, time, width) through the dual form.
-
-    The backward pass keeps the state at every ``checkpoint_every``-th tile and recomputes what lies between.
-    """
-    batch, heads = q.shape[:2]
-    out_dtype, dtype = q.dtype, state.weights[0].dtype
-
-    def fold(x: Tensor, dead: float | None = None) -> Tensor:
-        return frame.put(x.to(dtype), dead).flatten(0, 1)
-
-    live = None
-    if frame.live is not None:
-        live = frame.live.to(dtype).repeat_interleave(heads, 0)
-    norm = rule.network.norm
-    tokens = Tokens(
-        fold(q, 0.0),
-        fold(k, 0.0),
-        fold(v, 0.0),
-        fold(theta, 0.0),
-        None if alpha is None else fold(alpha, 0.0),
-        None if eta is None else fold(eta, 1.0),
-        live,
-        None if norm is None else torch.stack([x.to(dtype) for x in norm], 1).repeat(batch, 1, 1),
-        None,
-    )
-
-    def join(group: Tensors) -> Tensors:
-        return tuple(w.flatten(0, 1) for w in group)
-
-    home = join(tuple(r.to(dtype) for r in rest)) if rest is not None and alpha is not None else ()
-
-    def away(group: Tensors) -> Tensors:
-        return tuple(w - r for w, r in zip(group, home, strict=True)) if home else group
-
-    def back(group: Tensors) -> Tensors:
-        return tuple(w + r for w, r in zip(group, home, strict=True)) if home else group
-
-    if home:
-        tokens = tokens._replace(rest=torch.cat([r.flatten(1) for r in home], dim=1))
-    open_chunk = rule.anchored and state.anchor is not state.weights
-    carry = Carry(
-        away(join(state.weights)),
-        join(state.momentum) if eta is not None else (),
-        away(join(state.anchor)) if open_chunk else (),
-        state.gram.flatten(0, 1) if rule.crowding and open_chunk and state.gram is not None else None,
-    )
+) -> tuple[FlatState, Tensors]:
+    """:func:`run_tiles`, whose backward pass keeps the state at some tiles and recomputes what lies between."""
+    tile, ends = tiling
 
     def group(start: int, stop: int) -> tuple[Any, int, int]:
-        def run(carry: Carry, part: Tokens) -> tuple[Carry, Tensors]:
+        def run(state: FlatState, part: FlatTokens) -> tuple[FlatState, Tensors]:
             with torch.autocast(part.q.device.type, enabled=False):
-                return run_tiles(rule, key_pass, Stretch(frame.tile, frame.ends[start:stop]), carry, part)
+                return run_tiles(rule, key_pass, Tiling(tile, ends[start:stop]), state, part)
 
-        return run, start * frame.tile, stop * frame.tile
+        return run, start * tile, stop * tile
 
     if checkpoint_every is None:
-        widest = max(frame.tile, *(max(w.shape[-2:]) for w in carry.weights))
-        checkpoint_every = GRAPH_NUMBERS // (20 * len(carry.weights) * batch * heads * frame.tile * widest)
+        widest = max(tile, *(max(w.shape[-2:]) for w in state.weights))
+        checkpoint_every = GRAPH_NUMBERS // (20 * len(state.weights) * len(tokens.k) * tile * widest)
     every = max(1, checkpoint_every)
-    groups = [group(i, min(i + every, frame.tiles)) for i in range(0, frame.tiles, every)]
-    tensors, rebuild = _flatten(carry, tokens)
-    with torch.autocast(q.device.type, enabled=False):
-        whole = key_pass.shortcut(rule, Stretch(frame.tile, frame.ends), carry, tokens)
-    if whole is not None:
-        carry, outputs = whole
-    elif len(groups) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+    groups = [group(i, min(i + every, len(ends))) for i in range(0, len(ends), every)]
+    tensors, rebuild = _flatten(state, tokens)
+    if len(groups) > 1 and torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         finish: dict[str, Any] = {}
         results = _Checkpointed.apply(groups, rebuild, finish, *tensors)
-        outputs = results[: finish["outputs"]]
-        carry = finish["carry"].build(results[finish["outputs"] :])
-    else:
-        parts = []
-        for run, start, stop in groups:
-            carry, out = run(carry, tokens.slots(start, stop))
-            parts.append(out)
-        outputs = join_outputs(parts)
-
-    def part(group: Tensors) -> Tensors:
-        return tuple(w.unflatten(0, (batch, heads)) for w in group)
-
-    weights = part(back(carry.weights))
-    new_state = replace(
-        state,
-        weights=weights,
-        momentum=part(carry.momentum) if eta is not None else state.momentum,
-        anchor=part(back(carry.anchor)) if carry.anchor else weights,
-        position=frame.position,
-        gram=None if carry.gram is None else carry.gram.unflatten(0, (batch, heads)),
-    )
-    y = frame.take(outputs[0].unflatten(0, (batch, heads))).to(out_dtype)
-    surprise = None
-    if rule.surprise:
-        gradient, loss = (frame.take(x.unflatten(0, (batch, heads))) for x in outputs[1:])
-        surprise = Surprise(torch.sqrt(gradient + ROOT_TINY), loss)
-    return y, new_state, surprise
+        return finish["state"].build(results[finish["outputs"] :]), results[: finish["outputs"]]
+    parts = []
+    for run, start, stop in groups:
+        state, out = run(state, tokens.slots(start, stop))
+        parts.append(out)
+    return state, join_outputs(parts)

@@ -12,77 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.coefficients import Coefficients
-from titans.ops.dual import Carry, Keys, Output, Rule, Stretch, Tensors, Tile, Tokens, finish_keys, output_error
-from titans.ops.fold import call_dual
-from titans.ops.native import exact as native
-from titans.ops.network import ACTIVATIONS, MemoryMLP
+from titans.ops.dual import Keys, Output, Tile, finish_keys, output_error
+from titans.ops.flat import FlatRule, FlatState, FlatTokens, Tensors
+from titans.ops.network import ACTIVATIONS
 from titans.ops.recurrent import TINY
-from titans.ops.state import MemoryState, Surprise
 
-GUARD_EVERY = 64
-LINEAR_TILE, DEEP_TILE = 64, 8
 LARGEST = 1e10  # numbers of a sweep stay below this
-
-
-def neural_memory_exact(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    alpha: Tensor | None,
-    eta: Tensor | None,
-    state: MemoryState,
-    chunk_size: int | None = None,
-    *,
-    sweeps: int | None = None,
-    tolerance: float | None = None,
-    network: MemoryMLP = MemoryMLP(),  # noqa: B008 (frozen)
-    loss: str = "squared",
-    mask: Tensor | None = None,
-    rest: Sequence[Tensor] | None = None,
-    bounded: bool = False,
-    max_norm: float | None = None,
-    guard_every: int = GUARD_EVERY,
-    decay_first: bool = False,
-    first_order: bool = False,
-    return_surprise: bool = False,
-    checkpoint_every: int | None = None,
-    check_values: bool = True,
-    residuals: list[Tensor] | None = None,
-) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
-    """What ``neural_memory_recurrent`` with ``chunk_size=1`` gives, many times faster (Eq. 13, 14 to the letter).
-
-    The arguments are those of :func:`titans.ops.neural_memory_recurrent`, and:
-        chunk_size: a tile size: it changes nothing but the speed. Default: 64 for linear memory, 8 for deep.
-        sweeps: fixed-point sweeps for deep memory. The default, one fewer than a tile has tokens, is exact for any
-            input; fewer are faster, and close where keys differ and steps are small. Linear memory is solved and
-            needs none.
-        tolerance: instead of a fixed number, sweep until the largest relative change falls below this, at most
-            ``chunk_size`` times. The residual sees the whole tile, so the future then decides how often the past is
-            refined: not for a model that must be causal to the last bit.
-        guard_every: with ``max_norm``, how many tokens lie between two checks.
-        checkpoint_every: the backward pass keeps the state at every so many tiles and recomputes what lies between;
-            default: so many that their graph takes about 128 MB. The compiled loop keeps one every 32 tokens.
-        residuals: a list that receives each tile's last relative change, a scalar tensor; empty for linear memory.
-    """
-    if sweeps is not None and sweeps < 0:
-        raise ValueError(f"sweeps is {sweeps}; expected a whole number of at least 0")
-    if tolerance is not None and not tolerance > 0:
-        raise ValueError(f"tolerance is {tolerance}; expected a positive number")
-    if guard_every < 1:
-        raise ValueError(f"guard_every is {guard_every}; expected a whole number of at least 1")
-    if chunk_size is None:
-        chunk_size = LINEAR_TILE if len(state.weights) == 1 else DEEP_TILE
-    if max_norm is not None and isinstance(chunk_size, int) and chunk_size > 0:
-        chunk_size = max(d for d in range(1, min(chunk_size, guard_every) + 1) if guard_every % d == 0)
-    return call_dual(
-        ExactKeys(sweeps, tolerance, residuals), q, k, v, theta, alpha, eta, state,
-        tile=chunk_size, period=None if max_norm is None else guard_every, network=network, loss=loss, mask=mask,
-        rest=rest,
-        bounded=bounded, crowding=False, max_norm=max_norm, anchored=False, decay_first=decay_first,
-        first_order=first_order, return_surprise=return_surprise, checkpoint_every=checkpoint_every,
-        check_values=check_values,
-    )  # fmt: skip
 
 
 class _Past(NamedTuple):
@@ -114,16 +49,7 @@ class ExactKeys:
     tolerance: float | None
     residuals: list[Tensor] | None
 
-    def shortcut(self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors] | None:
-        """The compiled loop, where it can do the work and nobody asked for sweeps."""
-        by_sweeps = self.sweeps is not None or self.tolerance is not None or self.residuals is not None
-        if by_sweeps or not native.available(rule, carry, tokens.rest is not None):
-            return None
-        return native.run_exact(rule, stretch, carry, tokens)
-
-    def prepare(
-        self, rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens, coefficients: Coefficients
-    ) -> Tensors:
+    def prepare(self, rule: FlatRule, tile: int, tokens: FlatTokens, coefficients: Coefficients) -> Tensors:
         """The coefficients of M_{t-1} instead of M_t, and the products of keys."""
         products = F.pad(coefficients.products[..., :-1, :], (0, 0, 1, 0))
         rows = []
@@ -132,58 +58,63 @@ class ExactKeys:
         if coefficients.c is not None:
             rows.append(F.pad(coefficients.c[..., :-1], (1, 0)).unsqueeze(-1))
         if rule.decay_first and tokens.alpha is not None:
-            decay = (1 - tokens.alpha).unflatten(1, (-1, stretch.tile)).unsqueeze(-1)
+            decay = (1 - tokens.alpha).unflatten(1, (-1, tile)).unsqueeze(-1)
             products, rows = products * decay, [row * decay for row in rows]
-        x = rule.inputs(tokens.k).unflatten(1, (-1, stretch.tile))
+        x = rule.inputs(tokens.k).unflatten(1, (-1, tile))
         return products, (x @ x.mT) * products, *rows
 
-    def __call__(self, rule: Rule, carry: Carry, tile: Tile) -> Keys:
+    def __call__(self, rule: FlatRule, state: FlatState, tile: Tile) -> Keys:
         """Gradients of all tokens of a tile, each at the weights just before it."""
         products, key_products, *rows = tile.prepared
-        c = rows.pop() if carry.momentum else None
+        c = rows.pop() if state.momentum else None
         past = _Past(products, key_products, rows[0] if rows else None, c)
-        if len(carry.weights) == 1 and tile.norm is None:
+        if len(state.weights) == 1 and _solvable(rule, tile):
             if rule.bounded:
                 # kappa = ||h||^2 whatever the error: the step is known before the error is
                 kappa = rule.inputs(tile.k).square().sum(-1)
                 tile = tile._replace(step=tile.step / (1 + kappa))
                 rule = replace(rule, bounded=False)
             if not rule.first_order:
-                return _sweep(rule, _side_by_side(rule, carry, tile.rest), tile, past, None)
+                return _sweep(rule, _side_by_side(rule, state, tile.rest), tile, past, None)
             with torch.no_grad():
-                keys = _sweep(rule, _side_by_side(rule, carry, tile.rest), tile, past, None)
-            return _first_order(rule, carry, tile, past, keys)
+                keys = _sweep(rule, _side_by_side(rule, state, tile.rest), tile, past, None)
+            return _first_order(rule, state, tile, past, keys)
 
         if rule.first_order:
             with torch.no_grad():
-                weights = _side_by_side(rule, carry, tile.rest)
+                weights = _side_by_side(rule, state, tile.rest)
                 keys = _sweep(rule, weights, tile, past, self._solve(rule, weights, tile, past))
-            return _first_order(rule, carry, tile, past, keys)
-        weights = _side_by_side(rule, carry, tile.rest)
+            return _first_order(rule, state, tile, past, keys)
+        weights = _side_by_side(rule, state, tile.rest)
         return _sweep(rule, weights, tile, past, _implicit(self._solve, rule, weights, tile, past))
 
-    def _solve(self, rule: Rule, weights: list[_Weights], tile: Tile, past: _Past) -> Tensors:
+    def _solve(self, rule: FlatRule, weights: list[_Weights], tile: Tile, past: _Past) -> Tensors:
         """The fixed point that a sweep leaves as it is: all layers' deltas but a solved last one's, and the step."""
         size = tile.k.shape[1]
         limit = size - 1 if self.sweeps is None or self.tolerance is not None else min(self.sweeps, size - 1)
         guess = None
         change = None
         for _ in range(limit):
-            new = _guess(tile, _sweep(rule, weights, tile, past, guess))
+            new = _guess(rule, tile, _sweep(rule, weights, tile, past, guess))
             if guess is not None and (self.tolerance is not None or self.residuals is not None):
                 change = _change(guess, new)
             guess = new
             if self.tolerance is not None and change is not None and bool(change <= self.tolerance):
                 break
         if guess is None:
-            guess = _guess(tile, _sweep(rule, weights, tile, past, None))
+            guess = _guess(rule, tile, _sweep(rule, weights, tile, past, None))
         if self.residuals is not None and change is not None:
             self.residuals.append(change)
         return guess
 
 
-def _guess(tile: Tile, keys: Keys) -> Tensors:
-    return *(keys.deltas[:-1] if tile.norm is None else keys.deltas), keys.step
+def _solvable(rule: FlatRule, tile: Tile) -> bool:
+    """Whether the last layer's errors are those of a linear memory, given its inputs: one triangular system."""
+    return tile.norm is None and rule.loss.affine
+
+
+def _guess(rule: FlatRule, tile: Tile, keys: Keys) -> Tensors:
+    return *(keys.deltas[:-1] if _solvable(rule, tile) else keys.deltas), keys.step
 
 
 def _change(old: Tensors, new: Tensors) -> Tensor:
@@ -192,11 +123,11 @@ def _change(old: Tensors, new: Tensors) -> Tensor:
     return torch.stack(changes).amax()
 
 
-def _side_by_side(rule: Rule, carry: Carry, rest: Tensors) -> list[_Weights]:
+def _side_by_side(rule: FlatRule, state: FlatState, rest: Tensors) -> list[_Weights]:
     layers = []
-    for index, w in enumerate(carry.weights):
+    for index, w in enumerate(state.weights):
         hidden = w.shape[2] - int(rule.network.bias)
-        both = [w, *carry.momentum[index : index + 1], *rest[index : index + 1]]
+        both = [w, *state.momentum[index : index + 1], *rest[index : index + 1]]
         forward = torch.cat([x.mT for x in both], dim=2)
         backward = torch.cat([x[..., :hidden] for x in both], dim=2) if index else forward
         layers.append(_Weights(forward, backward, w.shape[1], hidden))
@@ -213,7 +144,7 @@ def _blend(past: _Past, both: Tensor, width: int) -> Tensor:
     return z + others[0] if others else z
 
 
-def _sweep(rule: Rule, weights: list[_Weights], tile: Tile, past: _Past, guess: Tensors | None) -> Keys:
+def _sweep(rule: FlatRule, weights: list[_Weights], tile: Tile, past: _Past, guess: Tensors | None) -> Keys:
     """Forward and backpropagate every key through its own past weights, as far as the guess knows them.
 
     W_{t-1} x_t = beta_{t-1} W x_t + c_{t-1} S x_t - sum_{i<t} P[t-1,i] theta_i (h_i . x_t) delta_i, and its transpose
@@ -262,9 +193,9 @@ def _tame(x: Tensor) -> Tensor:
     return torch.nan_to_num(x, nan=0.0, posinf=LARGEST, neginf=-LARGEST).clamp(-LARGEST, LARGEST)
 
 
-def _last_layer(rule: Rule, tile: Tile, z: Tensor, system: Tensor, guess: Tensors | None, deep: bool) -> Output:
+def _last_layer(rule: FlatRule, tile: Tile, z: Tensor, system: Tensor, guess: Tensors | None, deep: bool) -> Output:
     """The loss and its gradients, given what the tile's first state says (z) and how tokens act on later ones."""
-    if tile.norm is not None:  # not linear in z, so swept like the other layers
+    if not _solvable(rule, tile):  # swept like the other layers
         if guess is not None:
             z = torch.baddbmm(z, system, guess[-2], alpha=-1)
         return output_error(rule, z, tile)
@@ -281,15 +212,15 @@ def _last_layer(rule: Rule, tile: Tile, z: Tensor, system: Tensor, guess: Tensor
 
 
 def _implicit(
-    solve: Callable[[Rule, list[_Weights], Tile, _Past], Tensors],
-    rule: Rule,
+    solve: Callable[[FlatRule, list[_Weights], Tile, _Past], Tensors],
+    rule: FlatRule,
     weights: list[_Weights],
     tile: Tile,
     past: _Past,
 ) -> Tensors:
     """The fixed point, with its derivative from the implicit function theorem instead of the sweeps' graph."""
     tensors: list[Tensor] = [w.forward for w in weights] + [w.backward for w in weights[1:]]
-    optional = [tile.k, tile.v, tile.step, tile.norm, *past]
+    optional = [tile.k, tile.v, tile.step, tile.norm, tile.loss, *past]
     there = [x is not None for x in optional]
     tensors += [x for x in optional if x is not None]
 
@@ -298,8 +229,8 @@ def _implicit(
         forward = [next(rest) for _ in weights]
         backward = [forward[0], *(next(rest) for _ in weights[1:])]
         layers = [w._replace(forward=f, backward=b) for w, f, b in zip(weights, forward, backward, strict=True)]
-        k, v, step, norm, *coefficients = (next(rest) if is_there else None for is_there in there)
-        return layers, Tile(k, v, step, (), norm, ()), _Past(*coefficients)  # type: ignore[arg-type]
+        k, v, step, norm, loss, *coefficients = (next(rest) if is_there else None for is_there in there)
+        return layers, Tile(k, v, step, (), norm, (), loss), _Past(*coefficients)  # type: ignore[arg-type]
 
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in tensors):
         return solve(rule, weights, tile, past)
@@ -311,7 +242,7 @@ class _FixedPoint(torch.autograd.Function):
     """y = f(y, p): the gradient solves lambda = g + (df/dy)^T lambda, which is triangular too: sweeps solve it."""
 
     @staticmethod
-    def forward(ctx: Any, solve: Any, rule: Rule, rebuild: Any, *tensors: Tensor) -> Tensors:
+    def forward(ctx: Any, solve: Any, rule: FlatRule, rebuild: Any, *tensors: Tensor) -> Tensors:
         result: Tensors = solve(rule, *rebuild(tensors))
         ctx.rule, ctx.rebuild, ctx.count = rule, rebuild, len(result)
         ctx.save_for_backward(*result, *tensors)
@@ -328,7 +259,7 @@ class _FixedPoint(torch.autograd.Function):
             ]
             y = [x.detach().requires_grad_() for x in point]
             weights, tile, past = ctx.rebuild(leaves)
-            f = _guess(tile, _sweep(replace(ctx.rule, surprise=False), weights, tile, past, tuple(y)))
+            f = _guess(ctx.rule, tile, _sweep(replace(ctx.rule, surprise=False), weights, tile, past, tuple(y)))
         adjoint = list(grads)
         for _ in range(tile.k.shape[1] - 1):
             pulled = torch.autograd.grad(f, y, adjoint, retain_graph=True)
@@ -342,12 +273,12 @@ class _FixedPoint(torch.autograd.Function):
         return None, None, None, *(next(found) if x.requires_grad else None for x in leaves)
 
 
-def _first_order(rule: Rule, carry: Carry, tile: Tile, past: _Past, keys: Keys) -> Keys:
+def _first_order(rule: FlatRule, state: FlatState, tile: Tile, past: _Past, keys: Keys) -> Keys:
     """The same values, differentiable through each token's own key, value and step only: its past is a constant."""
     activation = ACTIVATIONS[rule.network.activation]
     past = _Past(*(None if x is None else x.detach() for x in past))  # type: ignore[arg-type]
     applied = past.products * keys.step.detach().unsqueeze(1)
-    constant = Carry(tuple(w.detach() for w in carry.weights), tuple(s.detach() for s in carry.momentum), (), None)
+    constant = FlatState(tuple(w.detach() for w in state.weights), tuple(s.detach() for s in state.momentum), (), None)
     weights = _side_by_side(rule, constant, tuple(r.detach() for r in tile.rest))
     inputs, slopes = [], []
     x = tile.k

@@ -8,38 +8,14 @@ import torch
 from torch import Tensor
 
 from titans.ops.network import MemoryMLP
+from titans.ops.optimisers import Descent
+from titans.ops.rule import Rule, Tokens
 from titans.ops.state import MemoryState
 
-LOSSES = ("squared", "dot")
 
-
-def check_inputs(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    theta: Tensor,
-    alpha: Tensor | None,
-    eta: Tensor | None,
-    state: MemoryState,
-    *,
-    chunk_size: int,
-    network: object,
-    loss: str,
-    mask: Tensor | None,
-    rest: Sequence[Tensor] | None,
-    max_norm: float | None,
-    check_values: bool,
-) -> None:
-    """Raises a ``ValueError`` of one sentence for the first thing that is wrong.
-
-    ``check_values`` also looks at the numbers: finite everywhere, gates in [0, 1].
-    """
-    if not isinstance(chunk_size, int) or chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}; expected a whole number of at least 1")
-    if loss not in LOSSES:
-        raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
-    if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm is {max_norm}; expected a positive number or None")
+def check_inputs(rule: Rule, tokens: Tokens, state: MemoryState) -> None:
+    """Raises a ``ValueError`` of one sentence for the first thing that does not fit."""
+    q, k, v, theta, alpha, eta, mask = tokens
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
             raise ValueError(f"{name} has shape {tuple(x.shape)}; expected (batch, heads, time, width)")
@@ -51,30 +27,43 @@ def check_inputs(
             )
     if k.shape[-1] != q.shape[-1]:
         raise ValueError(f"k has width {k.shape[-1]} and q has width {q.shape[-1]}; expected the same")
-    for name, gate in (("theta", theta), ("alpha", alpha), ("eta", eta)):
-        if gate is not None:
-            _check_gate(name, gate, q, v, state)
+    gates = {name: gate for name, gate in (("theta", theta), ("alpha", alpha), ("eta", eta)) if gate is not None}
+    for name, gate in gates.items():
+        _check_gate(name, gate, q, v, state)
+    if isinstance(rule.optimiser, Descent) != (eta is None):
+        given, expected = ("None", "a gate") if eta is None else ("given", "None")
+        raise ValueError(f"eta is {given}; expected {expected} for {type(rule.optimiser).__name__}")
     if mask is not None:
         if mask.shape != (q.shape[0], q.shape[2]):
             raise ValueError(f"mask has shape {tuple(mask.shape)}; expected (batch, time) = {(q.shape[0], q.shape[2])}")
         if mask.dtype != torch.bool:
             raise ValueError(f"mask has dtype {mask.dtype}; expected bool, True where a token counts")
-    _check_state(state, q, v, network)
+    _check_state(state, q, v, rule.network)
+    plain = isinstance(rule.network, MemoryMLP) and not rule.network.residual and rule.network.norm is None
+    if any(gate.ndim == 4 for gate in gates.values()) and not plain:
+        raise ValueError("gates per output channel need a memory without residual and norm")
+    rest = rule.retention.to
     if rest is not None and [tuple(r.shape) for r in rest] != [tuple(w.shape) for w in state.weights]:
         raise ValueError(
             f"rest has shapes {[tuple(r.shape) for r in rest]}; "
             f"expected those of the weights, {[tuple(w.shape) for w in state.weights]}"
         )
-    if check_values:
-        given = {"q": q, "k": k, "v": v, "theta": theta, "alpha": alpha, "eta": eta}
-        for name, numbers in given.items():
-            if numbers is not None and numbers.numel():
-                check_finite(name, numbers)
-        for name, gate in (("theta", theta), ("alpha", alpha), ("eta", eta)):
-            if gate is not None and gate.numel():
-                low, high = (float(x) for x in torch.aminmax(gate.detach()))
-                if low < 0 or high > 1:
-                    raise ValueError(f"{name} has values from {low:.4g} to {high:.4g}; expected them in [0, 1]")
+    if rule.period is not None:
+        check_position(state, rule.period)
+
+
+def check_values_of(tokens: Tokens) -> None:
+    """Raises a ``ValueError`` for numbers that are not finite, and for gates outside [0, 1]."""
+    given = tokens._asdict()
+    del given["mask"]
+    for name, numbers in given.items():
+        if numbers is not None and numbers.numel():
+            check_finite(name, numbers)
+    for name in ("theta", "alpha", "eta"):
+        if given[name] is not None and given[name].numel():
+            low, high = (float(x) for x in torch.aminmax(given[name].detach()))
+            if low < 0 or high > 1:
+                raise ValueError(f"{name} has values from {low:.4g} to {high:.4g}; expected them in [0, 1]")
 
 
 def check_position(state: MemoryState, period: int) -> None:

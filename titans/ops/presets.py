@@ -12,8 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from titans.ops.chunked import neural_memory_chunked
-from titans.ops.exact import neural_memory_exact
+from titans.ops.functions import neural_memory_chunked, neural_memory_exact
 from titans.ops.network import MemoryMLP, append_one
 from titans.ops.state import MemoryState
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans.ops.dual import Carry, Rule, Tensors, Tokens, split_rest
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, split_results, takes
+from titans.ops.flat import FlatRule, FlatState, FlatTokens, Tensors, split_rest
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, split_results
 
 SEGMENT = 64  # tokens between two states that the backward pass keeps, if chunks are shorter
 
@@ -34,13 +34,9 @@ class _Inputs(ctypes.Structure):
     ]  # fmt: skip
 
 
-def available(rule: Rule, carry: Carry) -> bool:
-    """Whether the compiled loop can do this work: on a CPU, at the start of a chunk, without a norm inside."""
-    started = bool(carry.anchor) or carry.gram is not None
-    return rule.network.norm is None and not started and takes(*carry.weights, *carry.momentum)
-
-
-def run_chunked(rule: Rule, tile: int, carry: Carry, tokens: Tokens, every: int | None) -> tuple[Carry, Tensors]:
+def run_chunked(
+    rule: FlatRule, tile: int, carry: FlatState, tokens: FlatTokens, every: int | None
+) -> tuple[FlatState, Tensors]:
     """What ``run_tiles`` gives for whole chunks of ``tile`` tokens, with gradients.
 
     The backward pass keeps the state at every ``every``-th chunk; default: at every chunk, or every ``SEGMENT`` tokens.
@@ -53,7 +49,7 @@ def run_chunked(rule: Rule, tile: int, carry: Carry, tokens: Tokens, every: int 
     )  # fmt: skip
     outputs, state = split_results(rule, results)
     depth = len(carry.weights)
-    return Carry(state[:depth], state[depth:], (), None), outputs
+    return FlatState(state[:depth], state[depth:], (), None), outputs
 
 
 class _NativeChunked(torch.autograd.Function):
@@ -61,7 +57,7 @@ class _NativeChunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rule: Rule, tile: int, every: int, live: Tensor | None, counts: tuple[int, int],
+        ctx: Any, rule: FlatRule, tile: int, every: int, live: Tensor | None, counts: tuple[int, int],
         *tensors: Tensor | None,
     ) -> Tensors:  # fmt: skip
         tokens, groups = list(plain(tensors[:6])), [w.detach() for w in tensors[6:] if w is not None]
@@ -113,7 +109,7 @@ class _NativeChunked(torch.autograd.Function):
 
 
 def _describe(
-    rule: Rule,
+    rule: FlatRule,
     tile: int,
     every: int,
     live: Tensor | None,

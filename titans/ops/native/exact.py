@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from titans.ops.dual import Carry, Rule, Stretch, Tensors, Tokens, split_rest
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, split_results, takes
+from titans.ops.flat import FlatRule, FlatState, FlatTokens, Tensors, Tiling, split_rest
+from titans.ops.native.library import ACTIVATION_CODES, address, addresses, call, integers, plain, split_results
 
 SEGMENT = 32  # tokens between two states that the backward pass keeps
 
@@ -34,17 +34,7 @@ class _Inputs(ctypes.Structure):
     ]  # fmt: skip
 
 
-def available(rule: Rule, carry: Carry, resting: bool) -> bool:
-    """Whether the compiled loop can do this work: deep memory, on a CPU, without a norm inside."""
-    return (
-        len(carry.weights) > 1
-        and rule.network.norm is None
-        and not (rule.decay_first and resting)
-        and takes(*carry.weights, *carry.momentum)
-    )
-
-
-def run_exact(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tuple[Carry, Tensors]:
+def run_exact(rule: FlatRule, tiling: Tiling, carry: FlatState, tokens: FlatTokens) -> tuple[FlatState, Tensors]:
     """What ``run_tiles`` gives, from the compiled loop, with gradients."""
     ends = None
     if rule.max_norm is not None:
@@ -53,21 +43,21 @@ def run_exact(rule: Rule, stretch: Stretch, carry: Carry, tokens: Tokens) -> tup
             end.to(torch.uint8).repeat_interleave(n // len(end))
             if isinstance(end, Tensor)
             else torch.full((n,), bool(end), dtype=torch.uint8)
-            for end in stretch.ends
+            for end in tiling.ends
         ]
         ends = torch.stack(rows, dim=1)
     live = None if tokens.live is None else tokens.live.to(torch.uint8).contiguous()
     rest = split_rest(tokens.rest, carry.weights)
     weights = tuple(w + r for w, r in zip(carry.weights, rest, strict=True)) if rest else carry.weights
     results: Tensors = _NativeExact.apply(
-        rule, stretch.tile, live, ends, (len(weights), len(carry.momentum)),
+        rule, tiling.tile, live, ends, (len(weights), len(carry.momentum)),
         tokens.q, tokens.k, tokens.v, rule.scale * tokens.theta, tokens.alpha, tokens.eta,
         *weights, *carry.momentum, *rest,
     )  # fmt: skip
     outputs, state = split_results(rule, results)
     depth = len(weights)
     away = tuple(w - r for w, r in zip(state[:depth], rest, strict=True)) if rest else state[:depth]
-    return Carry(away, state[depth:], (), None), outputs
+    return FlatState(away, state[depth:], (), None), outputs
 
 
 class _NativeExact(torch.autograd.Function):
@@ -75,7 +65,7 @@ class _NativeExact(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rule: Rule, tile: int, live: Tensor | None, ends: Tensor | None, counts: tuple[int, int],
+        ctx: Any, rule: FlatRule, tile: int, live: Tensor | None, ends: Tensor | None, counts: tuple[int, int],
         *tensors: Tensor | None,
     ) -> Tensors:  # fmt: skip
         tokens, groups = list(plain(tensors[:6])), [w.detach() for w in tensors[6:] if w is not None]
@@ -129,7 +119,7 @@ class _NativeExact(torch.autograd.Function):
 
 
 def _describe(
-    rule: Rule,
+    rule: FlatRule,
     tile: int,
     live: Tensor | None,
     ends: Tensor | None,

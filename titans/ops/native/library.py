@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import Parameter
 
-from titans.ops.dual import Rule
+from titans.ops.flat import FlatRule
 
 FOLDER = Path(__file__).parent
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
@@ -167,7 +167,7 @@ def plain(tensors: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
     return (None if x is None else x.detach().contiguous() for x in tensors)
 
 
-def split_results(rule: Rule, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def split_results(rule: FlatRule, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a rule's loop returned, as ``run_tiles`` would: (y,) or (y, ||u||^2, l), and the state's tensors."""
     if not rule.surprise:
         return results[:1], results[1:]
