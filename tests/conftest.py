@@ -6,7 +6,7 @@ import uuid
 
 import pytest
 
-from titans.ops.native import norm, project
+from titans.ops.native import library
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +19,7 @@ def nothing_of_the_user(tmp_path_factory: pytest.TempPathFactory, monkeypatch: p
 @pytest.fixture
 def only_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiled loops are out of reach, as on a machine without a compiler."""
-    for module in (norm, project):
-        monkeypatch.setattr(module, "available", lambda *args: False)
-    monkeypatch.setattr("titans.ops.engines.takes", lambda *args: False)
+    monkeypatch.setattr(library, "library", lambda dtype: None)
 
 
 @pytest.fixture(params=["compiled", "pytorch"])

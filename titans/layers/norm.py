@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from titans.ops.native import norm as native
+from titans.ops.native.library import can_run_native
+from titans.ops.native.norm import rms_norm
 
 
 class RMSNorm(nn.RMSNorm):
@@ -16,7 +17,6 @@ class RMSNorm(nn.RMSNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Normalises x (..., width)."""
         fits = x.numel() > 0 and x.shape[-1] == len(self.weight)
-        if fits and self.eps is not None and native.available(x, self.weight):
-            result: Tensor = native.RMSNorm.apply(x, self.weight, self.eps)
-            return result
+        if fits and self.eps is not None and can_run_native(x, self.weight):
+            return rms_norm(x, self.weight, self.eps)
         return super().forward(x)

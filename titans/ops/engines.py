@@ -20,7 +20,7 @@ from titans.ops.inputs import check_inputs, check_values_of
 from titans.ops.losses import Dot, Squared
 from titans.ops.native.chunked import run_chunked
 from titans.ops.native.exact import run_exact
-from titans.ops.native.library import takes
+from titans.ops.native.library import can_run_native
 from titans.ops.network import MemoryMLP
 from titans.ops.optimisers import Descent, Momentum
 from titans.ops.recurrent import run_definition
@@ -195,7 +195,7 @@ def _native_declines(rule: Rule, state: MemoryState, options: Options) -> str | 
             return "linear memory under the exact rule is solved at once"
         if rule.retention.first and rule.retention.to is not None:
             return "retention forgets first, and not to zero"
-    if not takes(*state.weights, *state.momentum):
+    if not can_run_native(*state.weights, *state.momentum):
         first = state.weights[0]
         return f"no compiled loop for {str(first.dtype).removeprefix('torch.')} tensors on {first.device.type} here"
     return None

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.native import project as native
+from titans.ops.native.library import can_run_native
 
 UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 
@@ -29,9 +30,8 @@ def project_heads(
     Returns:
         (parts, batch, heads, time, width).
     """
-    if native.available(x, past, kernel):
-        result: Tensor = native.Project.apply(x, past, kernel, heads, eps)
-        return result
+    if can_run_native(x, past, kernel):
+        return native.project(x, past, kernel, heads, eps)
     if kernel is not None:
         assert past is not None
         x = causal_conv(torch.cat([past, x], dim=1), kernel)
@@ -62,9 +62,8 @@ def last_inputs(past: Tensor, x: Tensor, mask: Tensor | None) -> Tensor:
 
 def gate_output(y: Tensor, weight: Tensor, gate: Tensor, eps: float) -> Tensor:
     """RMSNorm(y) * silu(gate): y (batch, heads, time, width), gate and result (batch, time, heads * width)."""
-    if native.available(y, weight, gate):
-        result: Tensor = native.Gate.apply(y, weight, gate, eps)
-        return result
+    if can_run_native(y, weight, gate):
+        return native.gate(y, weight, gate, eps)
     return F.rms_norm(y, weight.shape, weight, eps).transpose(1, 2).flatten(2) * F.silu(gate)
 
 

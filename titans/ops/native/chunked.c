@@ -20,6 +20,7 @@ typedef struct {
 typedef struct {
     const int *outs, *ins;
     const REAL *q, *k, *v, *theta, *alpha, *eta, *live;
+    const void *ends;  /* of the exact rule only */
     REAL *const *rest; /* (rows, out, in) a layer */
 } Inputs;
 
@@ -290,7 +291,7 @@ static void load_rest(const Settings *s, const Inputs *in, Work *w, int row) {
 }
 
 /* weights, momenta: (rows, out, in), changed in place. saved: if not NULL, D and S (in, out) at every `every`-th chunk,
- * layer by layer. clipped (rows, chunks) is set to 1 where the guard acted. */
+ * layer by layer. clipped (rows, chunks) is set to 1 where the guard acted, unless NULL. */
 int titans_chunked(const Settings *s, const Inputs *in, REAL **weights, REAL **momenta, REAL **saved,
                    unsigned char *clipped, REAL *y, REAL *gradient, REAL *loss) {
     int failed = 0, tiles = s->slots / s->tile, kept = (tiles + s->every - 1) / s->every;
@@ -331,7 +332,8 @@ int titans_chunked(const Settings *s, const Inputs *in, REAL **weights, REAL **m
                 advance(s, w, l, NULL);
                 for (int part = 0; part <= s->momentum && s->max_norm > 0; part++) {
                     REAL *weight = a->stack + (size_t)part * a->in * a->out;
-                    if (clip(a->in, a->out, weight, (REAL)s->max_norm, w->z)) clipped[(size_t)r * tiles + tile] = 1;
+                    if (clip(a->in, a->out, weight, (REAL)s->max_norm, w->z) && clipped)
+                        clipped[(size_t)r * tiles + tile] = 1;
                 }
             }
         }

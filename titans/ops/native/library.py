@@ -17,16 +17,19 @@ import shutil
 import subprocess
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
 
 from titans.ops.flat import FlatRule
 
+ORDINARY = (Tensor, Parameter, FakeTensor, FunctionalTensor)
 FOLDER = Path(__file__).parent
 ACTIVATION_CODES = {"silu": 0, "gelu": 1, "gelu_tanh": 2, "relu": 3}
 FLAGS = ("-O3", "-fno-math-errno", "-fno-trapping-math", "-fassociative-math", "-fno-signed-zeros", "-shared", "-fPIC")
@@ -127,28 +130,38 @@ def _compile(command: Sequence[str], target: Path) -> None:
     raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "no message")
 
 
-def takes(*tensors: Tensor | None) -> bool:
-    """Whether C can read these: plain tensors with data, all on a CPU, all float32 or all float64."""
+def can_run_native(*tensors: Tensor | None) -> bool:
+    """Whether the compiled loops take these: ordinary tensors, all on a CPU, all float32 or all float64."""
     there = [x for x in tensors if x is not None]
     dtype = there[0].dtype
-    return (
-        not torch.compiler.is_compiling()
-        and all(type(x) in (Tensor, Parameter) and x.device.type == "cpu" and x.dtype == dtype for x in there)
-        and not any(is_functorch_wrapped_tensor(x) for x in there)
-        and library(dtype) is not None
-    )
+    if any(x.device.type != "cpu" or x.dtype != dtype for x in there):
+        return False
+    if not torch.compiler.is_compiling() and not all(
+        type(x) in ORDINARY and not is_functorch_wrapped_tensor(x) for x in there
+    ):
+        return False
+    return _is_loaded(dtype)
+
+
+@torch.compiler.assume_constant_result
+def _is_loaded(dtype: torch.dtype) -> bool:
+    return library(dtype) is not None
 
 
 def call(name: str, dtype: torch.dtype, *arguments: object) -> None:
-    """Calls a function of the library; each returns 0, or 1 if it could not allocate its buffers."""
+    """Calls a function of the library; each returns 0, or 1 if it could not allocate its buffers.
+
+    A tensor becomes a pointer to its numbers, one after the other; what the function fills must be contiguous already.
+    """
     loaded = library(dtype)
     assert loaded is not None
-    if getattr(loaded, name)(*arguments):
+    held = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
+    if getattr(loaded, name)(*(address(x) if x is None or isinstance(x, Tensor) else x for x in held)):
         raise MemoryError(f"{name} could not allocate its buffers")
 
 
 def address(x: Tensor | None) -> ctypes.c_void_p:
-    """A tensor's data for C, or NULL."""
+    """A contiguous tensor's data for C, or NULL."""
     return ctypes.c_void_p(None if x is None else x.data_ptr())
 
 
@@ -162,14 +175,19 @@ def integers(values: Sequence[int]) -> ctypes.Array[ctypes.c_int]:
     return (ctypes.c_int * len(values))(*values)
 
 
-def plain(tensors: Sequence[Tensor | None]) -> Iterator[Tensor | None]:
-    """The same tensors, detached and contiguous."""
-    return (None if x is None else x.detach().contiguous() for x in tensors)
+def empty(x: Tensor) -> Tensor:
+    """Room for a contiguous tensor of the same shape."""
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def split_results(rule: FlatRule, results: tuple[Tensor, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def zeros(x: Tensor) -> Tensor:
+    """The same, filled with zeros."""
+    return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+
+def split_results(rule: FlatRule, results: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """What a rule's loop returned, as ``run_tiles`` would: (y,) or (y, ||u||^2, l), and the state's tensors."""
     if not rule.surprise:
-        return results[:1], results[1:]
+        return tuple(results[:1]), tuple(results[1:])
     y, gradient, loss, *state = results
     return (y, rule.scale**2 * gradient, loss), tuple(state)
