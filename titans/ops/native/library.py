@@ -26,6 +26,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from titans.ops.flat import FlatRule
 
@@ -141,6 +142,11 @@ def can_run_native(*tensors: Tensor | None) -> bool:
     ):
         return False
     return _is_loaded(dtype)
+
+
+def is_traced() -> bool:
+    """Whether PyTorch records or intercepts what runs: a compiled loop must then be called as an operator."""
+    return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
 @torch.compiler.assume_constant_result

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from titans.ops.native.library import is_traced
 
 Argument: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float] | float | None
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]  # what is asked for, and what only the backward pass needs
@@ -68,7 +69,7 @@ def make_operator(
     torch.library.register_autograd(f"titans::{name}", differentiate, setup_context=set_up, lib=REGISTERED)
 
     def run(*args: Argument) -> Sequence[Tensor]:
-        if torch.compiler.is_compiling() or is_in_torch_dispatch_mode():
+        if is_traced():
             return forward_operator(*args)[0]
         tensors, _ = _split(args[:inputs])
         if type(tensors[0]) not in (Tensor, Parameter):
