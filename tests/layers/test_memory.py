@@ -108,6 +108,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "unbounded": {"bounded": False, "theta_max": 0.1},
     "guarded": {"max_norm": 0.5},
     "checkpoints": {"checkpoint_every": 1},
+    "huber": {"loss": "huber"},
 }
 every_switch = pytest.mark.parametrize("switch", SWITCHES)
 
@@ -207,6 +208,16 @@ def test_every_parameter_gets_a_gradient_from_the_start(mode: str, switch: str) 
     layer = memory(mode=mode, chunk_size=6, trained=False, **SWITCHES[switch])
     gradients = gradients_of(with_gradients(layer, tokens()))
     assert all(g.isfinite().all() for g in gradients.values())
+    assert [name for name, g in gradients.items() if not g.any()] == []
+
+
+def test_newton_schulz_trains_and_stays_bounded() -> None:
+    options = {"mode": "recurrent", "chunk_size": 1, "trained": False}
+    layer = memory(optimiser="newton_schulz", **options)
+    results = with_gradients(layer, tokens())
+    assert all(r.isfinite().all() for r in results.values())
+    assert relative_error(results["y"], with_gradients(memory(**options), tokens())["y"]) > 0.1
+    gradients = gradients_of(results)
     assert [name for name, g in gradients.items() if not g.any()] == []
 
 
@@ -398,6 +409,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "conv_kernel is -1; expected 0 (none) or the kernel's width": {"conv_kernel": -1},
     "theta_max is 2; expected a number in (0, 1]": {"theta_max": 2},
     "activation is 'mish'; expected one of silu, gelu, gelu_tanh, relu": {"activation": "mish"},
+    "loss is 'cubic'; expected one of squared, dot, huber": {"loss": "cubic"},
+    "optimiser is 'adam'; expected one of momentum, newton_schulz": {"optimiser": "adam"},
+    "optimiser is 'newton_schulz'; expected it with momentum and the mode recurrent": {"optimiser": "newton_schulz"},
+    "engine is 'dual' and mode is 'recurrent'; expected the engine definition": {"engine": "dual", "mode": "recurrent"},
     "sweeps is -1; expected a whole number of at least 0": {"sweeps": -1},
     "max_norm is 0; expected a positive number": {"max_norm": 0},
     "checkpoint_every is 0; expected a whole number of at least 1": {"checkpoint_every": 0},

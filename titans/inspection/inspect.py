@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titans.layers import NeuralMemory
-from titans.layers.record import GATES, MemoryRecord, memories_of, record_memory
+from titans.layers.record import GATE_NAMES, MemoryRecord, memories_of, record_memory
 from titans.models import PRESETS, TitansCache, TitansConfig, TitansForCausalLM, build
 from titans.models.configuration import VARIANTS
 from titans.models.loading import load_folder, read_config
@@ -135,7 +135,7 @@ def inspect_tokens(
         raise ValueError("the model has no memory: use_memory is False; expected a model with a memory to inspect")
     piece = piece or max(1, min(PIECE, len(tokens) // POINTS))
     layers = [
-        LayerTrace([], [], {name: GateTrace() for name in GATES}, [], [], [] if memory.momentum else None)
+        LayerTrace([], [], {name: GateTrace() for name in GATE_NAMES}, [], [], [] if memory.momentum else None)
         for memory in memories
     ]
     prediction: list[float | None] = [None]
@@ -165,7 +165,7 @@ def inspect_tokens(
     finally:
         model.train(was_training)
     for layer in layers:
-        for name in GATES:
+        for name in GATE_NAMES:
             if not layer.gates[name].mean:
                 del layer.gates[name]
     return Inspection(list(tokens), prediction, stations, layers, picture_mask(model.config))

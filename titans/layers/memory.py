@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -13,21 +13,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titans.ops import (
+    Descent,
+    Forgetting,
+    Huber,
     MemoryMLP,
     MemoryState,
+    Options,
+    Rule,
     Surprise,
-    neural_memory_chunked,
-    neural_memory_exact,
-    neural_memory_recurrent,
+    Tokens,
+    explain,
+    run_memory,
 )
+from titans.ops.engines import ENGINES
+from titans.ops.exact import GUARD_EVERY
 from titans.ops.frame import make_frame
-from titans.ops.functions import GUARD_EVERY
 from titans.ops.inputs import check_finite
 from titans.ops.losses import LOSSES
+from titans.ops.optimisers import OPTIMISERS
 from titans.ops.project import UNIT_EPS, gate_output, last_inputs, project_heads
 
 MODES = ("chunked", "exact", "recurrent")
-GATES = ("token", "constant")
+GATE_SOURCES = ("token", "constant")
 HOMES = ("start", "zero")
 BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
@@ -52,7 +59,10 @@ class NeuralMemory(nn.Module):
         sweeps: fixed-point sweeps of the exact mode for deep memory.
         activation, bias, residual: of the memory network, see :class:`titans.ops.MemoryMLP`.
         layer_norm: a LayerNorm on the memory network's output, before the residual; learned, but not by the memory.
-        loss: what the memory descends on: ``"squared"``, ||M(k) - v||^2, or ``"dot"``, -<M(k), v>.
+        loss: what the memory descends on: ``"squared"``, ||M(k) - v||^2, ``"dot"``, -<M(k), v>, or ``"huber"``, squared
+            up to a threshold that is learned per head, linear beyond it.
+        optimiser: how surprise becomes a step: ``"momentum"``, or ``"newton_schulz"``, in recurrent mode alone: its
+            nearest orthogonal matrix.
         decay_first: take the gradient at the weights after forgetting, as Gated DeltaNet does; not in chunked mode.
         unit_keys: scale queries and keys to length 1.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
@@ -69,6 +79,12 @@ class NeuralMemory(nn.Module):
         first_order: cheaper outer gradients that treat the weights of the inner gradient as constants.
         checkpoint_every: chunks between two states that the backward pass keeps; default: as memory allows.
         check_values: refuse NaN and infinities in the input with an error that says where.
+        engine: what runs the rule, ``"native"``, ``"dual"`` or ``"definition"``; default: the fastest that takes it.
+            ``print(memory)`` says which.
+
+    Attributes:
+        observer: called with the tokens, the new state and the surprise of every call, see
+            :func:`titans.layers.record.record_memory`; None: nobody listens.
     """
 
     def __init__(
@@ -87,6 +103,7 @@ class NeuralMemory(nn.Module):
         residual: bool = False,
         layer_norm: bool = False,
         loss: str = "squared",
+        optimiser: str = "momentum",
         decay_first: bool = False,
         unit_keys: bool = True,
         conv_kernel: int = 4,
@@ -103,6 +120,7 @@ class NeuralMemory(nn.Module):
         first_order: bool = False,
         checkpoint_every: int | None = None,
         check_values: bool = True,
+        engine: str | None = None,
     ) -> None:
         super().__init__()
         for name, number in (("dim", dim), ("heads", heads), ("depth", depth)):
@@ -110,8 +128,8 @@ class NeuralMemory(nn.Module):
                 raise ValueError(f"{name} is {number}; expected a whole number of at least 1")
         if mode not in MODES:
             raise ValueError(f"mode is {mode!r}; expected one of {', '.join(MODES)}")
-        if gates not in GATES:
-            raise ValueError(f"gates is {gates!r}; expected one of {', '.join(GATES)}")
+        if gates not in GATE_SOURCES:
+            raise ValueError(f"gates is {gates!r}; expected one of {', '.join(GATE_SOURCES)}")
         if forget_to not in HOMES:
             raise ValueError(f"forget_to is {forget_to!r}; expected one of {', '.join(HOMES)}")
         if head_dim is None:
@@ -134,6 +152,14 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"theta_max is {theta_max}; expected a number in (0, 1]")
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
+        if optimiser not in OPTIMISERS:
+            raise ValueError(f"optimiser is {optimiser!r}; expected one of {', '.join(OPTIMISERS)}")
+        if optimiser != "momentum" and not (mode == "recurrent" and momentum):
+            raise ValueError(f"optimiser is {optimiser!r}; expected it with momentum and the mode recurrent")
+        if engine is not None and engine not in ENGINES:
+            raise ValueError(f"engine is {engine!r}; expected one of {', '.join(ENGINES)}")
+        if mode == "recurrent" and engine not in (None, "definition"):
+            raise ValueError(f"engine is {engine!r} and mode is 'recurrent'; expected the engine definition")
         if decay_first and mode == "chunked":
             raise ValueError("decay_first is for the modes exact and recurrent; mode is 'chunked'")
         if fixed_theta is not None and not 0 < fixed_theta <= 1:
@@ -151,7 +177,7 @@ class NeuralMemory(nn.Module):
         self.chunk_size = chunk_size or (64 if mode != "exact" or depth == 1 else 8)
         self.sweeps = sweeps
         self._network = MemoryMLP(activation=activation, bias=bias, residual=residual)
-        self.loss, self.decay_first, self.unit_keys = loss, decay_first, unit_keys
+        self.loss, self.optimiser, self.decay_first, self.unit_keys = loss, optimiser, decay_first, unit_keys
         self.conv_kernel = conv_kernel
         self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
         self.forget_to = forget_to
@@ -160,6 +186,8 @@ class NeuralMemory(nn.Module):
         self.bounded, self.max_norm = bounded, max_norm
         self.writes = writes
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
+        self.engine = "definition" if mode == "recurrent" else engine
+        self.observer: Callable[[Tokens, MemoryState, Surprise], None] | None = None
         self.write_price: Tensor | None = None  # of a write with theta = 1, in units of the outer loss; a scalar
 
         inner = heads * head_dim
@@ -175,6 +203,7 @@ class NeuralMemory(nn.Module):
         self.initial = nn.ParameterList(torch.empty(heads, out, inside + int(bias)) for inside, out in pairwise(widths))
         self.gain = nn.Parameter(torch.empty(heads, head_dim)) if layer_norm else None
         self.shift = nn.Parameter(torch.empty(heads, head_dim)) if layer_norm else None
+        self.log_threshold = nn.Parameter(torch.empty(heads)) if loss == "huber" else None
         self.norm = nn.RMSNorm(head_dim, eps=NORM_EPS)
         self.to_gate = nn.Linear(dim, inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)
@@ -210,6 +239,8 @@ class NeuralMemory(nn.Module):
         if self.gain is not None and self.shift is not None:
             nn.init.ones_(self.gain)
             nn.init.zeros_(self.shift)
+        if self.log_threshold is not None:  # an error of length 1 that all channels share
+            self.log_threshold.fill_(-0.5 * math.log(self.head_dim))
 
     @property
     def network(self) -> MemoryMLP:
@@ -217,6 +248,27 @@ class NeuralMemory(nn.Module):
         if self.gain is None or self.shift is None:
             return self._network
         return replace(self._network, norm=(self.gain, self.shift))
+
+    def rule(self, state: MemoryState) -> Rule:
+        """What the memory does with its tokens, going on from a state of its own."""
+        dtype = state.weights[0].dtype
+        to = None
+        if self.forgetting and self.forget_to == "start":
+            to = tuple(w.to(dtype).expand(state.batch_size, -1, -1, -1) for w in self.initial)
+        sequential = self.mode == "exact" or (self.mode == "recurrent" and self.chunk_size == 1)
+        return Rule(
+            network=self.network,
+            loss=LOSSES[self.loss]()
+            if self.log_threshold is None
+            else Huber(self.log_threshold.to(dtype).exp().view(-1, 1, 1)),
+            retention=Forgetting(to, self.decay_first),
+            optimiser=OPTIMISERS[self.optimiser]() if self.momentum and self.writes else Descent(),
+            chunk_size=None if self.mode == "exact" else self.chunk_size,
+            bounded=self.bounded,
+            max_norm=self.max_norm if self.bounded else None,
+            guard_every=GUARD_EVERY if sequential and self.bounded else None,
+            first_order=self.first_order,
+        )
 
     def init_state(self, batch_size: int) -> MemoryState:
         """The learned start M_0 for ``batch_size`` sequences, float32 or wider, part of the graph."""
@@ -267,8 +319,8 @@ class NeuralMemory(nn.Module):
 
         x = self._limit(x)
         q, k, v, conv = self._project(x, state.conv, mask)
-        theta, alpha, eta = self._gate(x)
-        result = self._run(q, k, v, theta, alpha, eta, replace(state, conv=conv), mask, return_surprise)
+        tokens = Tokens(q, k, v, *self._gate(x), mask)
+        result = self._run(tokens, replace(state, conv=conv), return_surprise)
         y = self._output(result[0], self.to_gate(x))
         if frame is None:
             return y, *result[1:]
@@ -420,43 +472,19 @@ class NeuralMemory(nn.Module):
             theta, alpha, eta = theta * 0, None, None
         return theta, alpha, eta
 
+    @property
+    def _options(self) -> Options:
+        tile = self.chunk_size if self.mode == "exact" else None
+        return Options(self.observer is not None, tile, self.sweeps, None, None, self.checkpoint_every)
+
     def _run(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        theta: Tensor,
-        alpha: Tensor | None,
-        eta: Tensor | None,
-        state: MemoryState,
-        mask: Tensor | None,
-        return_surprise: bool,
+        self, tokens: Tokens, state: MemoryState, return_surprise: bool
     ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
-        max_norm = self.max_norm if self.bounded else None
-        rest = None
-        if self.forget_to == "start" and alpha is not None:
-            rest = [w.to(state.weights[0].dtype).expand(len(q), -1, -1, -1) for w in self.initial]
-        if self.mode == "chunked":
-            return neural_memory_chunked(
-                q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, loss=self.loss, mask=mask,
-                rest=rest,
-                bounded=self.bounded, max_norm=max_norm, first_order=self.first_order,
-                return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
-            )  # fmt: skip
-        if self.mode == "exact":
-            return neural_memory_exact(
-                q, k, v, theta, alpha, eta, state, self.chunk_size, sweeps=self.sweeps, network=self.network,
-                loss=self.loss, decay_first=self.decay_first, mask=mask, rest=rest, bounded=self.bounded,
-                max_norm=max_norm, first_order=self.first_order,
-                return_surprise=return_surprise, checkpoint_every=self.checkpoint_every, check_values=False,
-            )  # fmt: skip
-        guard_every = GUARD_EVERY if self.chunk_size == 1 and self.bounded else None
-        return neural_memory_recurrent(
-            q, k, v, theta, alpha, eta, state, self.chunk_size, network=self.network, loss=self.loss,
-            decay_first=self.decay_first, mask=mask, rest=rest,
-            bounded=self.bounded, max_norm=max_norm, guard_every=guard_every, first_order=self.first_order,
-            return_surprise=return_surprise, check_values=False,
-        )  # fmt: skip
+        options = self._options._replace(surprise=return_surprise or self.observer is not None)
+        y, after, *surprise = run_memory(self.rule(state), tokens, state, self.engine, options, check_values=False)
+        if self.observer is not None:
+            self.observer(tokens, after, *surprise)
+        return (y, after, *surprise) if return_surprise else (y, after)  # type: ignore[return-value]
 
     def _output(self, y: Tensor, gate: Tensor) -> Tensor:
         """Norm, gate and projection: (batch, heads, time, head_dim) -> (batch, time, dim)."""
@@ -470,7 +498,16 @@ class NeuralMemory(nn.Module):
 
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""
-        return f"dim={self.dim}, heads={self.heads}, depth={self.depth}, mode={self.mode}, chunk={self.chunk_size}"
+        state = self.init_state(0)
+        engine = explain(self.rule(state), state, self.engine, self._options)
+        settings = {
+            "dim": self.dim,
+            "heads": self.heads,
+            "depth": self.depth,
+            "mode": self.mode,
+            "chunk": self.chunk_size,
+        }
+        return ", ".join(f"{name}={value}" for name, value in settings.items()) + f", engine={engine}"
 
 
 class _Priced(torch.autograd.Function):

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from titans.layers.memory import NeuralMemory
-from titans.ops import MemoryState, Surprise
+from titans.ops import MemoryState, Surprise, Tokens
 
-GATES = ("theta", "alpha", "eta")
+GATE_NAMES = ("theta", "alpha", "eta")
 
 
 @dataclass
@@ -42,18 +41,13 @@ def record_memory(model: nn.Module) -> Iterator[list[MemoryRecord]]:
     records = [MemoryRecord() for _ in memories]
 
     def listen(memory: NeuralMemory, record: MemoryRecord) -> None:
-        run: Callable[..., Any] = memory._run
-
-        def recorded(*arguments: Any) -> Any:
-            *inputs, return_surprise = arguments
-            y, after, surprise = run(*inputs, True)
-            gates = zip(GATES, inputs[3:6], strict=True)
+        def observe(tokens: Tokens, state: MemoryState, surprise: Surprise) -> None:
+            gates = ((name, getattr(tokens, name)) for name in GATE_NAMES)
             record.gates.append({name: gate.detach() for name, gate in gates if gate is not None})
             record.surprise.append(Surprise(*(part.detach() for part in surprise)))
-            record.state = after
-            return (y, after, surprise) if return_surprise else (y, after)
+            record.state = state
 
-        memory._run = recorded  # type: ignore[method-assign, assignment]
+        memory.observer = observe
 
     try:
         for memory, record in zip(memories, records, strict=True):
@@ -61,7 +55,7 @@ def record_memory(model: nn.Module) -> Iterator[list[MemoryRecord]]:
         yield records
     finally:
         for memory in memories:
-            memory.__dict__.pop("_run", None)
+            memory.observer = None
 
 
 @torch.no_grad()

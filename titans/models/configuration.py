@@ -149,14 +149,13 @@ class TitansConfig(PreTrainedConfig):
 
     def _check_each(self) -> None:
         """Each field by itself."""
-        from titans.layers.memory import GATES as MEMORY_GATES
-        from titans.layers.memory import HOMES, MODES
+        from titans.layers.memory import GATE_SOURCES, HOMES, MODES
         from titans.ops.losses import LOSSES
         from titans.ops.network import ACTIVATIONS
 
         choices = {
             "variant": VARIANTS, "ffn": FFNS, "gate": GATES, "memory_mode": MODES, "memory_loss": LOSSES,
-            "memory_activation": ACTIVATIONS, "memory_gates": MEMORY_GATES, "memory_forget_to": HOMES,
+            "memory_activation": ACTIVATIONS, "memory_gates": GATE_SOURCES, "memory_forget_to": HOMES,
             "pooling": POOLINGS, "preset": PRESETS,
         }  # fmt: skip
         least = LEAST | {"vocab_size": self.least_vocabulary}

@@ -17,6 +17,7 @@ from titans.ops.flat import FlatRule, FlatState, FlatTokens, Tensors
 from titans.ops.network import ACTIVATIONS
 from titans.ops.recurrent import TINY
 
+GUARD_EVERY = 64
 LARGEST = 1e10  # numbers of a sweep stay below this
 
 
@@ -260,16 +261,17 @@ class _FixedPoint(torch.autograd.Function):
             y = [x.detach().requires_grad_() for x in point]
             weights, tile, past = ctx.rebuild(leaves)
             f = _guess(ctx.rule, tile, _sweep(replace(ctx.rule, surprise=False), weights, tile, past, tuple(y)))
-        adjoint = list(grads)
+        at = [i for i, x in enumerate(f) if x.requires_grad]  # a step that nothing moves has no gradient
+        moving, adjoint = [f[i] for i in at], list(grads)
         for _ in range(tile.k.shape[1] - 1):
-            pulled = torch.autograd.grad(f, y, adjoint, retain_graph=True)
+            pulled = torch.autograd.grad(moving, y, [adjoint[i] for i in at], retain_graph=True, materialize_grads=True)
             new = [g + p for g, p in zip(grads, pulled, strict=True)]
             change = _change(tuple(adjoint), tuple(new))
             adjoint = new
             if bool(change <= torch.finfo(change.dtype).eps ** 0.75):
                 break
         wanted = [x for x in leaves if x.requires_grad]
-        found = iter(torch.autograd.grad(f, wanted, adjoint, allow_unused=True))
+        found = iter(torch.autograd.grad(moving, wanted, [adjoint[i] for i in at], allow_unused=True))
         return None, None, None, *(next(found) if x.requires_grad else None for x in leaves)
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from titans.ops.engines import Options, run_memory
+from titans.ops.exact import GUARD_EVERY
 from titans.ops.losses import Loss, find_loss
 from titans.ops.network import MemoryMLP
 from titans.ops.optimisers import Descent, Momentum, Optimiser
@@ -14,7 +15,6 @@ from titans.ops.retention import Forgetting
 from titans.ops.rule import Network, Rule, Tokens
 from titans.ops.state import MemoryState, Surprise
 
-GUARD_EVERY = 64
 Result = tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]
 
 
