@@ -11,15 +11,23 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.library import opcheck
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from titans import NeuralMemory
 from titans.layers.norm import RMSNorm
 from titans.ops.native import library
 from titans.ops.project import gate_output, project_heads
+
+needs_loops = pytest.mark.skipif(os.environ.get("TITANS_NATIVE") == "0", reason="the compiled loops are switched off")
 
 
 def memory(mode: str, **options: object) -> NeuralMemory:
@@ -104,11 +112,66 @@ def test_half_precision_parameters_work(mode: str) -> None:
     assert half.weights[0].dtype == state.weights[0].dtype == torch.float32
 
 
+@needs_loops
 def test_only_ordinary_tensors_reach_the_compiled_loops() -> None:
     assert library.can_run_native(torch.zeros(3), None, torch.zeros(3))
     assert not torch.vmap(lambda x: x if library.can_run_native(x) else x + 1)(torch.zeros(3)).eq(0).any()
     assert not library.can_run_native(torch.zeros(3, device="meta"))
     assert not library.can_run_native(torch.zeros(3), torch.zeros(3, dtype=torch.float64))
+
+
+class Operators(TorchDispatchMode):
+    """Collects the operators of this package that are called, with their arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[OpOverload, tuple[Any, ...]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "titans":
+            self.calls[func] = args
+        return func(*args, **(kwargs or {}))
+
+
+def operators_of(layer: NeuralMemory, x: Tensor) -> dict[OpOverload, tuple[Any, ...]]:
+    norm = RMSNorm(16)
+    with Operators() as seen:
+        found = torch.autograd.grad(layer(norm(x))[0].square().sum(), [norm.weight, *layer.parameters()])
+    expected = torch.autograd.grad(layer(norm(x))[0].square().sum(), [norm.weight, *layer.parameters()])
+    assert all(map(torch.equal, found, expected))
+    return seen.calls
+
+
+@needs_loops
+@pytest.mark.parametrize("mode", ["chunked", "exact"])
+def test_a_dispatch_mode_sees_every_loop_and_gets_the_same_results(mode: str) -> None:
+    calls = operators_of(memory(mode), torch.randn(2, 8, 16))
+    names = {operator.__name__.removesuffix(".default") for operator in calls}
+    forward = {"rms_norm", "project", mode, "gate"}
+    assert names == forward | {f"{name}_backward" for name in forward}
+    for operator, args in calls.items():
+        detached = tree_map_only(Tensor, Tensor.detach, args)
+        opcheck(operator, detached, test_utils=("test_schema", "test_faketensor"))
+
+
+@needs_loops
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, {"momentum": False}, {"first_order": True, "conv_kernel": 0}], ids=str)
+@pytest.mark.parametrize("mode", ["chunked", "exact"])
+def test_the_loops_are_proper_operators(mode: str, options: dict[str, Any]) -> None:
+    for operator, args in operators_of(memory(mode, **options), torch.randn(2, 8, 16)).items():
+        opcheck(operator, tree_map_only(Tensor, Tensor.detach, args))
+        if not operator.__name__.endswith("_backward.default"):
+            leaves = tree_map_only(Tensor, lambda x: x.detach().requires_grad_(x.is_floating_point()), args)
+            opcheck(operator, leaves, test_utils=("test_autograd_registration", "test_aot_dispatch_dynamic"))
+
+
+@needs_loops
+def test_tensors_without_data_go_through_the_operators() -> None:
+    with FakeTensorMode(), Operators() as seen:
+        y = gate_output(torch.randn(2, 3, 8, 4), torch.ones(4), torch.randn(2, 8, 12), 1e-6)
+        assert y.shape == RMSNorm(12)(y).shape == (2, 8, 12)
+    assert set(seen.calls) == {torch.ops.titans.gate.default, torch.ops.titans.rms_norm.default}
 
 
 @dataclass(frozen=True)
@@ -144,6 +207,8 @@ cp {finished._name} "$2"
 
 @pytest.fixture
 def compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compiler]:
+    if os.environ.get("TITANS_NATIVE") == "0":
+        pytest.skip("the compiled loops are switched off")
     made = Compiler(tmp_path / "cache", tmp_path / "calls", tmp_path / "compiler")
     made.write()
     monkeypatch.setenv("CC", str(made.script))
