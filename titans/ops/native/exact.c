@@ -34,6 +34,10 @@ static int trace_width(const Settings *s, const Inputs *in) {
     return width;
 }
 
+/* Matrices that are walked through together must not lie a multiple of a page apart: they would push each other out of
+ * the nearest cache. */
+static size_t turned_size(const Inputs *in, int l) { return ((size_t)in->outs[l] * in->ins[l] + 95) & ~(size_t)15; }
+
 static const REAL *rest_row(const Inputs *in, int l, int row, int o) {
     return in->rest ? in->rest[l] + ((size_t)row * in->outs[l] + o) * in->ins[l] : NULL;
 }
@@ -82,20 +86,20 @@ static REAL output_error(const Settings *s, const REAL *z, const REAL *key, cons
     return total;
 }
 
-/* One token's way through M_{t-1} and back: a row per layer, `widest` apart. */
+/* One token's way through M_{t-1} and back, a row per layer, `widest` apart; and the state, turned (in x out). */
 typedef struct {
     int widest;
-    REAL *x, *z, *slope, *back, *delta;
-    REAL *read_x, *read_z;
+    REAL *x, *z, *slope, *back, *delta, *read_x, *read_z, *state;
     REAL total, loss, kappa, step, keep, drag;
 } Token;
 
-static REAL *open_token(const Settings *s, const Inputs *in, Token *at) {
-    size_t w = at->widest = (widest_layer(s, in) + 15) & ~15, layers = s->depth + 1;
+static REAL *open_token(const Settings *s, const Inputs *in, Token *at, int groups) {
+    size_t w = at->widest = (widest_layer(s, in) + 15) & ~15, layers = s->depth, state = 0;
+    for (int l = 0; l < s->depth; l++) state += turned_size(in, l);
     REAL *buffer = NULL;
-    if (posix_memalign((void **)&buffer, 64, w * layers * 7 * sizeof(REAL))) return NULL;
-    REAL **parts[] = {&at->x, &at->z, &at->slope, &at->back, &at->delta, &at->read_x, &at->read_z};
-    for (int i = 0; i < 7; i++) *parts[i] = buffer + w * layers * i;
+    if (posix_memalign((void **)&buffer, 64, (w * layers * 7 + state * groups) * sizeof(REAL))) return NULL;
+    REAL **parts[] = {&at->x, &at->z, &at->slope, &at->back, &at->delta, &at->read_x, &at->read_z, &at->state};
+    for (int i = 0; i < 8; i++) *parts[i] = buffer + w * layers * i;
     return buffer;
 }
 
@@ -111,18 +115,22 @@ static void take_gradient(const Settings *s, const Inputs *in, size_t token, REA
         int out = in->outs[l], inside = in->ins[l];
         REAL *x = at->x + w * l, *z = at->z + w * l;
         if (s->bias) x[inside - 1] = 1;
-        for (int o = 0; o < out; o++) z[o] = decay * dot(inside, weights[l] + (size_t)o * inside, x);
+        row_product(out, inside, plain(x, 0), weights[l], out, z, 1);
+        if (s->decay_first)
+            for (int o = 0; o < out; o++) z[o] *= decay;
         if (l + 1 < depth) activate(s->activation, out, z, x + w, at->slope + w * l, NULL);
     }
     at->total = output_error(s, at->z + w * (depth - 1), key, value, at->delta + w * (depth - 1), &at->loss);
     REAL below = 0;
     for (int l = depth - 1; l > 0; l--) {
         REAL *delta = at->delta + w * l, *back = at->back + w * (l - 1), *lower = delta - w;
+        REAL *slope = at->slope + w * (l - 1), *x = at->x + w * (l - 1);
         int hidden = in->outs[l - 1];
-        memset(back, 0, hidden * sizeof(REAL));
-        for (int o = 0; o < in->outs[l]; o++) add(hidden, decay * delta[o], weights[l] + (size_t)o * in->ins[l], back);
-        for (int i = 0; i < hidden; i++) lower[i] = back[i] * at->slope[w * (l - 1) + i];
-        REAL *x = at->x + w * (l - 1);
+        row_dots(hidden, in->outs[l], weights[l], delta, back);
+        for (int i = 0; i < hidden; i++) {
+            back[i] *= decay;
+            lower[i] = back[i] * slope[i];
+        }
         below += dot(hidden, lower, lower) * dot(in->ins[l - 1], x, x);
     }
     REAL *last = at->x + w * (depth - 1);
@@ -130,44 +138,78 @@ static void take_gradient(const Settings *s, const Inputs *in, size_t token, REA
     at->step = s->bounded ? in->step[token] / (1 + at->kappa) : in->step[token];
 }
 
-/* S_t and M_t (Eq. 14, 13) in place for one row of a layer. */
-static void write_row(int n, REAL d, const Token *at, const REAL *restrict x, const REAL *restrict rest,
-                      REAL *restrict w, REAL *restrict m) {
-    if (rest) {
-        REAL lost = 1 - at->keep;
-        for (int i = 0; i < n; i++) w[i] = at->keep * w[i] + lost * rest[i];
+/* What a token writes into a layer: delta is times its step. */
+typedef struct {
+    const REAL *x, *delta, *read_x;
+    REAL keep, drag;
+} Write;
+
+/* S_t and M_t (Eq. 14, 13) in place for some columns of a layer, and z = M_t read_x (Eq. 15) on the way. */
+#define WRITE_KERNEL(NAME, TYPE, COUNT)                                                                           \
+    static inline __attribute__((always_inline)) void NAME(int in, int out, const Write *by, int drags, int rests, \
+                                                           int j, REAL *w, REAL *m, const REAL *rest, REAL *z) {  \
+        TYPE delta[COUNT], sum[COUNT];                                                                            \
+        REAL keep = by->keep, lost = 1 - keep, drag = by->drag;                                                   \
+        for (int c = 0; c < COUNT; c++) delta[c] = ((const TYPE *)(by->delta + j))[c], sum[c] = delta[c] - delta[c]; \
+        for (int i = 0; i < in; i++) {                                                                            \
+            size_t at = (size_t)i * out + j;                                                                      \
+            REAL x = -by->x[i], read_x = by->read_x[i];                                                           \
+            for (int c = 0; c < COUNT; c++) {                                                                     \
+                TYPE next = x * delta[c];                                                                         \
+                if (drags) ((TYPE *)(m + at))[c] = next += drag * ((TYPE *)(m + at))[c];                          \
+                if (rests) next += lost * ((const TYPE *)(rest + at))[c];                                         \
+                ((TYPE *)(w + at))[c] = next += keep * ((TYPE *)(w + at))[c];                                     \
+                sum[c] += read_x * next;                                                                          \
+            }                                                                                                     \
+        }                                                                                                         \
+        for (int c = 0; c < COUNT; c++) ((TYPE *)(z + j))[c] = sum[c];                                            \
     }
-    REAL keep = rest ? 1 : at->keep;
-    if (m)
-        for (int i = 0; i < n; i++) {
-            m[i] = at->drag * m[i] - d * x[i];
-            w[i] = keep * w[i] + m[i];
-        }
-    else
-        for (int i = 0; i < n; i++) w[i] = keep * w[i] - d * x[i];
+WRITE_KERNEL(write_4, vec, 4)
+WRITE_KERNEL(write_1, vec, 1)
+WRITE_KERNEL(write_column, REAL, 1)
+
+static inline __attribute__((always_inline)) void write_columns(int in, int out, const Write *by, int drags, int rests,
+                                                                REAL *w, REAL *m, const REAL *rest, REAL *z) {
+    int j = 0;
+    for (; j + 4 * LANES <= out; j += 4 * LANES) write_4(in, out, by, drags, rests, j, w, m, rest, z);
+    for (; j + LANES <= out; j += LANES) write_1(in, out, by, drags, rests, j, w, m, rest, z);
+    for (; j < out; j++) write_column(in, out, by, drags, rests, j, w, m, rest, z);
 }
 
-/* Writes a token, and reads M_t(q) while each row is at hand (Eq. 15). */
-static void write_and_read(const Settings *s, const Inputs *in, int row, size_t token, REAL *const *weights,
-                           REAL *const *momenta, Token *at, REAL *y) {
+/* Writes a token and reads M_t(q). */
+static void write_and_read(const Settings *s, const Inputs *in, size_t token, REAL *const *weights, REAL *const *momenta,
+                           REAL *const *rest, Token *at, REAL *y) {
     const REAL *query = in->q + token * s->width_in;
     int live = !in->live || in->live[token], w = at->widest;
     memcpy(at->read_x, query, s->width_in * sizeof(REAL));
     for (int l = 0; l < s->depth; l++) {
         int inside = in->ins[l], out = in->outs[l];
-        REAL *delta = at->delta + w * l, *x = at->x + w * l, *read_x = at->read_x + w * l, *z = at->read_z + w * l;
+        REAL *delta = at->delta + w * l, *read_x = at->read_x + w * l, *z = at->read_z + w * l;
+        Write by = {at->x + w * l, delta, read_x, at->keep, at->drag};
         if (s->bias) read_x[inside - 1] = 1;
-        for (int o = 0; o < out; o++) {
-            REAL *into = weights[l] + (size_t)o * inside;
-            if (live)
-                write_row(inside, at->step * delta[o], at, x, rest_row(in, l, row, o), into,
-                          momenta ? momenta[l] + (size_t)o * inside : NULL);
-            z[o] = dot(inside, into, read_x);
-        }
+        for (int o = 0; o < out; o++) delta[o] *= at->step;
+        if (!live)
+            row_product(out, inside, plain(read_x, 0), weights[l], out, z, 1);
+        else if (momenta && rest)
+            write_columns(inside, out, &by, 1, 1, weights[l], momenta[l], rest[l], z);
+        else if (momenta)
+            write_columns(inside, out, &by, 1, 0, weights[l], momenta[l], NULL, z);
+        else if (rest)
+            write_columns(inside, out, &by, 0, 1, weights[l], NULL, rest[l], z);
+        else
+            write_columns(inside, out, &by, 0, 0, weights[l], NULL, NULL, z);
         if (l + 1 < s->depth) activate(s->activation, out, z, read_x + w, NULL, NULL);
     }
     const REAL *z = at->read_z + w * (s->depth - 1);
     for (int o = 0; o < s->width_out; o++) y[o] = s->residual ? z[o] + query[o] : z[o];
+}
+
+static void turn_state(const Settings *s, const Inputs *in, REAL *const *from, REAL *const *to) {
+    for (int l = 0; l < s->depth; l++) transpose(in->outs[l], in->ins[l], from[l], in->ins[l], to[l], in->outs[l]);
+}
+
+static void turn_state_back(const Settings *s, const Inputs *in, REAL *const *from, REAL *const *to) {
+    for (int l = 0; l < s->depth; l++) transpose(in->ins[l], in->outs[l], from[l], in->outs[l], to[l], in->ins[l]);
 }
 
 /* weights, momenta: changed in place. For the backward pass, if not NULL: saved_*, the state at the start of every segment;
@@ -180,26 +222,36 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
 #endif
     for (int r = 0; r < s->rows; r++) {
         Token at;
-        REAL *buffer = open_token(s, in, &at), *w[depth], *m[depth];
+        REAL *buffer = open_token(s, in, &at, 1 + (momenta != NULL) + (in->rest != NULL));
         if (!buffer) {
             failed = 1;
             continue;
         }
+        REAL *own_w[depth], *own_m[depth], *own_rest[depth], *turned_w[depth], *turned_m[depth], *turned_rest[depth];
+        REAL *to_w[depth], *to_m[depth], *next = at.state;
         for (int l = 0; l < depth; l++) {
             size_t size = (size_t)in->outs[l] * in->ins[l];
-            w[l] = weights[l] + r * size;
-            m[l] = momenta ? momenta[l] + r * size : NULL;
+            own_w[l] = weights[l] + r * size, turned_w[l] = next, next += turned_size(in, l);
+            if (momenta) own_m[l] = momenta[l] + r * size, turned_m[l] = next, next += turned_size(in, l);
+            if (in->rest) own_rest[l] = in->rest[l] + r * size, turned_rest[l] = next, next += turned_size(in, l);
         }
+        turn_state(s, in, own_w, turned_w);
+        if (momenta) turn_state(s, in, own_m, turned_m);
+        if (in->rest) turn_state(s, in, own_rest, turned_rest);
         for (int t = 0; t < s->tokens; t++) {
             size_t token = (size_t)r * s->tokens + t;
-            if (saved_weights && t % s->segment == 0)
+            if (saved_weights && t % s->segment == 0) {
                 for (int l = 0; l < depth; l++) {
-                    size_t size = (size_t)in->outs[l] * in->ins[l], to = ((size_t)r * segments + t / s->segment) * size;
-                    memcpy(saved_weights[l] + to, w[l], size * sizeof(REAL));
-                    if (momenta) memcpy(saved_momenta[l] + to, m[l], size * sizeof(REAL));
+                    size_t place = ((size_t)r * segments + t / s->segment) * in->outs[l] * in->ins[l];
+                    to_w[l] = saved_weights[l] + place;
+                    if (momenta) to_m[l] = saved_momenta[l] + place;
                 }
-            take_gradient(s, in, token, w, &at);
-            write_and_read(s, in, r, token, w, momenta ? m : NULL, &at, y + token * s->width_out);
+                turn_state_back(s, in, turned_w, to_w);
+                if (momenta) turn_state_back(s, in, turned_m, to_m);
+            }
+            take_gradient(s, in, token, turned_w, &at);
+            write_and_read(s, in, token, turned_w, momenta ? turned_m : NULL, in->rest ? turned_rest : NULL, &at,
+                           y + token * s->width_out);
             if (gradient) gradient[token] = at.kappa * at.total;
             if (loss) loss[token] = at.loss;
             if (trace) {
@@ -213,10 +265,19 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
             }
             if (s->max_norm > 0 && (t + 1) % s->tile == 0) {
                 size_t tile = (size_t)r * tiles + t / s->tile;
-                int changed = in->ends && in->ends[tile] && clip_state(s, in, r, w, momenta ? m : NULL);
+                int changed = 0;
+                if (in->ends && in->ends[tile]) {
+                    turn_state_back(s, in, turned_w, own_w);
+                    if (momenta) turn_state_back(s, in, turned_m, own_m);
+                    changed = clip_state(s, in, r, own_w, momenta ? own_m : NULL);
+                    if (changed) turn_state(s, in, own_w, turned_w);
+                    if (changed && momenta) turn_state(s, in, own_m, turned_m);
+                }
                 if (clipped) clipped[tile] = changed;
             }
         }
+        turn_state_back(s, in, turned_w, own_w);
+        if (momenta) turn_state_back(s, in, turned_m, own_m);
         free(buffer);
     }
     return failed;
@@ -523,7 +584,7 @@ static void reads_back(const Settings *s, Work *w, size_t first, const REAL *gra
 /* to += sum over tokens j > t of squares[j,t] rows[j] */
 static void gather(const Work *w, int t, int n, const REAL *squares, const REAL *rows, REAL *to) {
     Strided column = {squares + (t + 1) * BLOCK + t, 0, BLOCK};
-    band(1, n, w->b - 1 - t, column, rows + (size_t)(t + 1) * n, n, to, n, 0);
+    row_product(n, w->b - 1 - t, column, rows + (size_t)(t + 1) * n, n, to, 0);
 }
 
 /* What W_{t-1} makes of a vector, to `to`: parts are (n x m), steps (b x m). columns (n x b) hold the other side of what
@@ -532,12 +593,12 @@ static void gather(const Work *w, int t, int n, const REAL *squares, const REAL 
 static void ask_before(Work *w, int t, int n, int m, const REAL *vector, const REAL *const *parts, const REAL *columns,
                        const REAL *steps, const REAL *along, const REAL *others, REAL *by, REAL *to) {
     REAL *row = w->square;
-    for (int p = 0; p < w->parts; p++) band(1, m, n, plain(vector, n), parts[p], m, w->raw[p], m, 1);
+    for (int p = 0; p < w->parts; p++) row_product(m, n, plain(vector, n), parts[p], m, w->raw[p], 1);
     w->from_away[t] += w->second[t] * dot(m, along, w->raw[AWAY]);
     if (w->momentum) w->from_momentum[t] += w->second[t] * dot(m, along, w->raw[1]);
     blend(w, t, m, w->raw, 0, to);
     if (!t) return;
-    band(1, BLOCK, n, plain(vector, n), columns, BLOCK, row, BLOCK, 1);
+    row_product(BLOCK, n, plain(vector, n), columns, BLOCK, row, 1);
     const REAL *before = w->products + (t - 1) * BLOCK;
     REAL *meets = w->meets + t * BLOCK, second = w->second[t];
     for (int i = 0; i < t; i++) {
@@ -545,7 +606,7 @@ static void ask_before(Work *w, int t, int n, int m, const REAL *vector, const R
         row[i] *= before[i];
         by[i] = second * row[i];
     }
-    band(1, m, t, plain(row, BLOCK), steps, m, to, m, 0);
+    row_product(m, t, plain(row, BLOCK), steps, m, to, 0);
 }
 
 /* One token's gradient: from the adjoints of what it writes to z_bar and back_bar. */
