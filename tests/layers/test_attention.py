@@ -48,13 +48,13 @@ def padding(counts: Sequence[int], time: int) -> Tensor:
 
 def live(state: WindowState | SegmentState, row: int) -> dict[str, Tensor]:
     """What of a row's state means anything."""
-    length = int(state.length[row])
+    length = int(state.lengths[row])
     if isinstance(state, WindowState):
         used = min(length, state.k.shape[2])
         parts = {name: getattr(state, name)[row, :, state.k.shape[2] - used :] for name in ("k", "v")}
     else:
         parts = {name: getattr(state, name)[row, :, :length] for name in ("k", "v", "h_k", "h_v")}
-    return parts | {"length": state.length[row].double()}
+    return parts | {"length": state.lengths[row].double()}
 
 
 def stream(layer: WindowAttention, x: Tensor, cuts: Sequence[int], prefix: Tensor | None) -> tuple[Tensor, WindowState]:
@@ -127,7 +127,7 @@ def test_any_split_of_a_sequence_into_calls_gives_the_same(
     whole, end = stream(layer, x, [], front)
     found, state = stream(layer, x, cuts, front)
     assert_same({"y": found, "k": state.k, "v": state.v}, {"y": whole, "k": end.k, "v": end.v}, TOLERANCE)
-    assert torch.equal(state.length, end.length)
+    assert state.length == end.length == x.shape[1]
 
 
 def test_gradients_flow_through_the_state() -> None:
@@ -234,7 +234,7 @@ def test_rows_that_stand_at_different_places_of_their_segments_give_what_each_gi
             assert_same({"y": y[rows, :count]}, {"y": expected}, TOLERANCE)
             assert not y[row, count:].any()
             assert_same(live(state, row), live(alone[row], 0), TOLERANCE)
-        full = state.length == SEGMENT
+        full = state.lengths == SEGMENT
         state = state.reset(full)
         alone = [None if full[row] else alone[row] for row in range(3)]
 
@@ -313,7 +313,8 @@ def test_states_can_be_detached_and_moved_to_another_dtype() -> None:
     assert state.k.requires_grad
     assert not state.detach().k.requires_grad
     assert state.to(dtype=torch.float32).k.dtype == torch.float32
-    assert opened.to(dtype=torch.float32).length.dtype == torch.int64
+    ragged = replace(opened, length=torch.tensor([3, 4]))
+    assert ragged.to(dtype=torch.float32).lengths.dtype == torch.int64
     assert opened.detach().h_k is None
 
 

@@ -73,7 +73,7 @@ def segment_dense(
     h_v: Tensor | None,
     prefix_k: Tensor | None = None,
     prefix_v: Tensor | None = None,
-    start: Tensor | None = None,
+    start: int | Tensor = 0,
 ) -> Tensor:
     prefix = 0 if prefix_k is None else prefix_k.shape[2]
     visible = segment_visible(q.shape[2], k.shape[2], prefix, start, history=h_k is not None)

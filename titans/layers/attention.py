@@ -21,10 +21,11 @@ Self = TypeVar("Self", bound="_State")
 
 @dataclass(frozen=True)
 class _State:
-    """What both kinds of attention state can do; every field is a tensor whose first dimension is the batch."""
+    """What both kinds of attention state can do; ``length`` is a number where all sequences agree, and every other
+    field is a tensor whose first dimension is the batch."""
 
     right_aligned: ClassVar[bool]  # whether a sequence's tokens stand in its last slots or in its first
-    length: Tensor
+    length: int | Tensor
     k: Tensor
     v: Tensor
 
@@ -34,9 +35,11 @@ class _State:
         slots = max(s.k.shape[2] for s in states)
 
         def join(name: str) -> Any:
+            if name == "length":
+                return aligned(torch.cat([s.lengths for s in states]))
             tensors = [getattr(s, name) for s in states]
-            if tensors[0] is None or tensors[0].ndim == 1:
-                return None if tensors[0] is None else torch.cat(tensors)
+            if tensors[0] is None:
+                return None
             missing = [slots - x.shape[2] for x in tensors]
             pads = [(0, 0, n, 0) if cls.right_aligned else (0, 0, 0, n) for n in missing]
             return torch.cat([F.pad(x, pad) for x, pad in zip(tensors, pads, strict=True)])
@@ -46,12 +49,19 @@ class _State:
     @property
     def batch_size(self) -> int:
         """How many sequences the state holds."""
-        return self.length.shape[0]
+        return self.k.shape[0]
+
+    @property
+    def lengths(self) -> Tensor:
+        """(batch,) int64, ``length`` of every sequence."""
+        if isinstance(self.length, Tensor):
+            return self.length
+        return torch.full((self.batch_size,), self.length, device=self.k.device)
 
     def map(self: Self, function: Callable[[Tensor], Tensor]) -> Self:
-        """A state with ``function`` applied to every tensor, ``length`` included."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: function(x) for name, x in tensors.items() if x is not None})
+        """A state with ``function`` applied to every tensor, ``length`` included where it is one."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: function(x) for name, x in values.items() if isinstance(x, Tensor)})
 
     def detach(self: Self) -> Self:
         """The same values, cut off from the graph."""
@@ -76,7 +86,7 @@ class WindowState(_State):
     """The keys and values that the next tokens may still see.
 
     Attributes:
-        length: (batch,) int64, tokens seen by each sequence.
+        length: tokens seen by every sequence; (batch,) int64 where they differ.
         k, v: (batch, heads, slots, head_dim), right-aligned: each row's last ``min(length, slots)`` slots are its last
             tokens, the others are zero. There are as many slots as tokens so far (padding counted), up to window - 1.
     """
@@ -94,11 +104,12 @@ class WindowState(_State):
     ) -> WindowState:
         """The state before the first token."""
         empty = torch.zeros(batch_size, heads, 0, head_dim, dtype=dtype, device=device)
-        return cls(torch.zeros(batch_size, dtype=torch.int64, device=device), empty, empty)
+        return cls(0, empty, empty)
 
     def reset(self, rows: Tensor) -> WindowState:
         """Forgets the sequences where ``rows`` (batch,) bool is True."""
-        return self.map(lambda x: x.masked_fill(rows.view(-1, *(1,) * (x.ndim - 1)), 0))
+        kept = replace(self, length=self.lengths).map(lambda x: x.masked_fill(rows.view(-1, *(1,) * (x.ndim - 1)), 0))
+        return replace(kept, length=aligned(kept.lengths))
 
 
 @dataclass(frozen=True)
@@ -106,7 +117,7 @@ class SegmentState(_State):
     """The open segment of each sequence.
 
     Attributes:
-        length: (batch,) int64, places of the open segment that are used.
+        length: places of the open segment that are used, by every sequence; (batch,) int64 where they differ.
         k, v: (batch, heads, slots, head_dim), by place; only the first ``length`` places of a row mean anything.
         h_k, h_v: the same of what the memory said at each place; None: attention without memory.
     """
@@ -128,19 +139,22 @@ class SegmentState(_State):
         """An empty segment; ``history`` False: for attention without memory."""
         empty = torch.zeros(batch_size, heads, 0, head_dim, dtype=dtype, device=device)
         h = empty if history else None
-        return cls(torch.zeros(batch_size, dtype=torch.int64, device=device), empty, empty, h, h)
+        return cls(0, empty, empty, h, h)
 
-    def reset(self, rows: Tensor) -> SegmentState:
-        """Empties the segment of the rows where ``rows`` (batch,) bool is True: their next token opens a new one."""
-        if rows.shape != self.length.shape or rows.dtype != torch.bool:
+    def reset(self, rows: Tensor | None = None) -> SegmentState:
+        """Empties the segment of the rows where ``rows`` (batch,) bool is True, None: of all of them; their next token
+        opens a new one."""
+        if rows is None:
+            return replace(self.map(lambda x: x[:, :, :0] if x.ndim == 4 else x), length=0)
+        if rows.shape != (self.batch_size,) or rows.dtype != torch.bool:
             raise ValueError(
                 f"rows has shape {tuple(rows.shape)} and dtype {rows.dtype}; "
                 f"expected (batch,) = ({self.batch_size},) and bool"
             )
-        length = self.length.masked_fill(rows.to(self.length.device), 0)
+        length = self.lengths.masked_fill(rows.to(self.k.device), 0)
         used = max(length.tolist(), default=0)
-        kept = self.map(lambda x: x if x.ndim == 1 else x[:, :, :used])
-        return replace(kept, length=length)
+        kept = replace(self, length=0).map(lambda x: x[:, :, :used])
+        return replace(kept, length=aligned(length))
 
 
 class _Attention(nn.Module):
@@ -218,13 +232,13 @@ class _Attention(nn.Module):
             raise ValueError("mask has a token after padding; expected each row's padding after all of its tokens")
         return None if bool(mask.all()) else mask
 
-    def _check_state(self, length: Tensor, buffers: dict[str, Tensor], batch: int, limit: int | None) -> None:
+    def _check_state(self, length: int | Tensor, buffers: dict[str, Tensor], batch: int, limit: int | None) -> None:
         slots = next(iter(buffers.values())).shape[-2]
         for name, x in buffers.items():
             if tuple(x.shape) != (batch, self.heads, slots, self.head_dim):
                 expected = f"({batch}, {self.heads}, slots, {self.head_dim})"
                 raise ValueError(f"state has {name} of shape {tuple(x.shape)}; expected {expected}")
-        if tuple(length.shape) != (batch,):
+        if isinstance(length, Tensor) and tuple(length.shape) != (batch,):
             raise ValueError(f"state has length of shape {tuple(length.shape)}; expected ({batch},)")
         if limit is not None and slots > limit:
             raise ValueError(f"state holds {slots} tokens of each sequence; expected at most {limit}")
@@ -282,21 +296,26 @@ class WindowAttention(_Attention):
             x = _hide(x, mask)
 
         q, k, v = self.project(x)
-        turn = rotation(_positions(state.length, x.shape[1]), self.head_dim, q.dtype)
+        turn = rotation(_positions(state, x.shape[1]), self.head_dim, q.dtype)
         q, k = rotate_by(q, *turn), rotate_by(k, *turn)
-        slots = state.k.shape[2]
+        slots, past_length = state.k.shape[2], None
         past_k, past_v = state.k.to(k.dtype), state.v.to(v.dtype)
-        past_length = None if bool((state.length >= slots).all()) else state.length.clamp(max=slots)
+        if isinstance(state.length, Tensor):
+            past_length = state.length.clamp(max=slots)
+        elif state.length < slots:
+            past_k, past_v = (past[:, :, slots - state.length :] for past in (past_k, past_v))
+            slots = state.length
         prefix_k, prefix_v = self._prefix(prefix)
         y = window_attention(q, k, v, self.window, prefix_k, prefix_v, past_k, past_v, past_length)
         keep = slots + x.shape[1] if self.window is None else min(slots + x.shape[1], self.window - 1)
         if mask is None:
-            length = state.length + x.shape[1]
+            length: int | Tensor = state.length + x.shape[1]
             kept = [_last(past, new, keep) for past, new in ((past_k, k), (past_v, v))]
         else:
             count = mask.sum(1)
-            length = state.length + count
-            kept = [_last_of_each(past, new, keep, count, length) for past, new in ((past_k, k), (past_v, v))]
+            lengths = state.lengths + count
+            kept = [_last_of_each(past, new, keep, count, lengths) for past, new in ((past_k, k), (past_v, v))]
+            length = aligned(lengths)
         return self._merge(y, mask), WindowState(length, *kept)
 
     def _in_pieces(
@@ -369,9 +388,10 @@ class SegmentAttention(_Attention):
             self._check_segment(x, h, state)
         if x.shape[0] == 0 or x.shape[1] == 0:
             return torch.zeros_like(x), state
-        lengths = state.length.tolist()
-        count = torch.full_like(state.length, x.shape[1]) if mask is None else mask.sum(1)
-        longest = int((state.length + count).max())
+        length: int | Tensor = state.length + x.shape[1]
+        if mask is not None:
+            length = aligned(state.lengths + mask.sum(1))
+        longest = length if isinstance(length, int) else int(length.max())
         if longest > self.segment_size:
             raise ValueError(
                 f"the segment would hold {longest} tokens; expected at most segment_size = {self.segment_size}: "
@@ -382,17 +402,17 @@ class SegmentAttention(_Attention):
             h = None if h is None else _hide(h, mask)
 
         q, k, v = self.project(x) if projected is None or mask is not None else projected
-        turn = rotation(_positions(state.length, x.shape[1]), self.head_dim, q.dtype)
+        turn = rotation(_positions(state, x.shape[1]), self.head_dim, q.dtype)
         q, k = rotate_by(q, *turn), rotate_by(k, *turn)
-        slots = state.k.shape[2]
-        aligned = lengths.count(slots) == len(lengths)
+        start = state.length
+        slots = start if isinstance(start, int) else state.k.shape[2]
 
         def write(old: Tensor, new: Tensor) -> Tensor:
             """The buffer with the new tokens at their places."""
-            new = torch.cat([old.to(new.dtype), new], dim=2) if slots else new
-            if not aligned:
+            new = torch.cat([old[:, :, :slots].to(new.dtype), new], dim=2) if slots else new
+            if isinstance(start, Tensor):
                 place = torch.arange(new.shape[2], device=new.device)
-                behind = state.length.unsqueeze(1)
+                behind = start.unsqueeze(1)
                 source = torch.where(place < behind, place, place - behind + slots).clamp(max=new.shape[2] - 1)
                 new = new.gather(2, source[:, None, :, None].expand_as(new))
             return new[:, :, :longest]
@@ -402,10 +422,9 @@ class SegmentAttention(_Attention):
         if h is not None and state.h_k is not None and state.h_v is not None:
             h_k, h_v = self._keys_values(h)
             h_k, h_v = write(state.h_k, rotate_by(h_k, *turn)), write(state.h_v, h_v)
-        start = state.length if slots else None
         prefix_k, prefix_v = self._prefix(prefix)
         y = segment_attention(q, k, v, h_k, h_v, prefix_k, prefix_v, start)
-        return self._merge(y, mask), SegmentState(state.length + count, k, v, h_k, h_v)
+        return self._merge(y, mask), SegmentState(length, k, v, h_k, h_v)
 
     def _check_segment(self, x: Tensor, h: Tensor | None, state: SegmentState) -> None:
         buffers = {"k": state.k, "v": state.v}
@@ -417,9 +436,17 @@ class SegmentAttention(_Attention):
         self._check_state(state.length, buffers, x.shape[0], self.segment_size)
 
 
-def _positions(length: Tensor, time: int) -> Tensor:
-    """(batch, time): where the new tokens stand."""
-    return length.unsqueeze(1) + torch.arange(time, device=length.device)
+def aligned(lengths: Tensor) -> int | Tensor:
+    """One number for all rows where they agree; the host waits for the device to find out."""
+    found = set(lengths.tolist())
+    return found.pop() if len(found) == 1 else lengths
+
+
+def _positions(state: _State, time: int) -> Tensor:
+    """Where the new tokens stand: (time,), or (batch, time) where the rows differ."""
+    if isinstance(state.length, int):
+        return torch.arange(state.length, state.length + time, device=state.k.device)
+    return state.length.unsqueeze(1) + torch.arange(time, device=state.length.device)
 
 
 def _hide(x: Tensor, mask: Tensor) -> Tensor:

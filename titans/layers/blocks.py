@@ -322,14 +322,15 @@ class MACBlock(Block):
         assert isinstance(self.attention, SegmentAttention)
         state = state or self._start(len(x))
         assert isinstance(state.attention, SegmentState)
-        used = state.attention.length.tolist()
-        if mask is None and len(set(used)) <= 1:  # all sequences stand at the same place
+        opened = state.attention
+        used = opened.length
+        if mask is None and isinstance(used, int):  # all sequences stand at the same place
             # what depends on the stream alone is computed for all segments at once
             assert self.attention_norm is not None
             normed = self.attention_norm(x)
             asked = () if self.memory is None else self.memory.ask(normed)
             segment = self.attention.segment_size
-            sizes = [stop - start for start, stop in _cuts(used[0] if used else 0, x.shape[1], segment)]
+            sizes = [stop - start for start, stop in _cuts(used, x.shape[1], segment)]
             along_time = [t.split(sizes, dim=1) for t in (x, normed, *asked)]
             along_heads = [t.split(sizes, dim=2) for t in self.attention.project(normed)]
             pieces = []
@@ -341,7 +342,8 @@ class MACBlock(Block):
         # each row has its own cuts: pieces are gathered, their dead ends pointing at one more token
         time = x.shape[1]
         counts = [time] * len(x) if mask is None else mask.sum(1).tolist()
-        cuts = [list(_cuts(*row, self.attention.segment_size)) for row in zip(used, counts, strict=True)]
+        places = zip(opened.lengths.tolist(), counts, strict=True)
+        cuts = [list(_cuts(*row, self.attention.segment_size)) for row in places]
         padded = out = F.pad(x, (0, 0, 0, 1))
         for number in range(max(map(len, cuts), default=0)):
             piece = [row[number] if number < len(row) else (time, time) for row in cuts]
@@ -384,12 +386,14 @@ class MACBlock(Block):
             m, memory = self.memory(self.memory_norm(x), memory, mask)  # Eq. 24
             x = x + self.gate(x, m)  # Eq. 25
         ended = attention.length == self.attention.segment_size
-        if bool(ended.any()):
+        if ended is True:
+            attention = attention.reset()
+            start = () if memory is None else memory.weights
+        elif isinstance(ended, Tensor) and bool(ended.any()):
             attention = attention.reset(ended)
             if memory is not None:
                 rows = ended.view(-1, 1, 1, 1)
-                weights = zip(memory.weights, start, strict=True)
-                start = memory.weights if bool(ended.all()) else tuple(torch.where(rows, w, s) for w, s in weights)
+                start = tuple(torch.where(rows, w, s) for w, s in zip(memory.weights, start, strict=True))
         return x, BlockState(memory, attention, start, conv)
 
 

@@ -6,7 +6,7 @@ import copy
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -15,8 +15,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from titans.layers import BlockState, SegmentState, WindowState
+from titans.layers.attention import aligned
+from titans.layers.blocks import Block
+from titans.layers.step import BlockStep, open_step, step_blocks
 from titans.models.configuration import TitansConfig
 from titans.ops import MemoryState
+from titans.ops.native.library import is_traced
 from titans.ops.state import read_tensors, write_tensors
 
 FORMAT = "titans.TitansCache"
@@ -25,14 +29,47 @@ TYPES = {cls.__name__: cls for cls in (BlockState, MemoryState, WindowState, Seg
 
 
 class TitansCacheLayer(CacheLayerMixin):
-    """One layer's state, as generation expects it: an object that changes."""
+    """One layer's state, as generation expects it: an object that changes.
+
+    While tokens come one at a time it is in the buffers of a :class:`titans.layers.step.BlockStep`, until somebody asks
+    for it.
+    """
 
     is_compileable = False
     supports_early_init = False
 
     def __init__(self, state: BlockState | None = None) -> None:
         super().__init__()
-        self.state = state
+        self._state = state
+        self._step: BlockStep | None = None
+
+    @property
+    def state(self) -> BlockState | None:
+        """A value, which nothing changes; None before the first token."""
+        if self._step is not None:
+            self._state, self._step = self._step.state(), None
+        return self._state
+
+    @state.setter
+    def state(self, state: BlockState | None) -> None:
+        self._state, self._step = state, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_state": self.state, "_step": None}
+
+    @property
+    def batch_size(self) -> int:
+        """How many sequences there are; -1 before the first token."""
+        if self._step is not None:
+            return self._step.batch_size
+        return -1 if self._state is None else self._state.batch_size
+
+    def step(self, block: Block) -> BlockStep | None:
+        """The state in buffers that the next token of ``block`` may change; None: it has to be read the long way."""
+        if self._step is None or not self._step.fits(block):
+            step = open_step(block, self.state)
+            self._state, self._step = (self._state, None) if step is None else (None, step)
+        return self._step
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing: the first call makes the state."""
@@ -85,6 +122,7 @@ class TitansCache(Cache):
     def __init__(self, config: TitansConfig) -> None:
         super().__init__(layers=[TitansCacheLayer() for _ in range(config.num_hidden_layers)])
         self.fingerprint: dict[str, Any] = config.fingerprint()
+        self._fits: TitansConfig | None = config
         self.seen = 0
 
     @property
@@ -98,6 +136,21 @@ class TitansCache(Cache):
             layer.state = state.map(_own)
         self.seen += tokens
 
+    def step(self, blocks: Iterable[Any], x: Tensor) -> Tensor | None:
+        """The next token of every sequence, x (batch, dim), after the blocks, without a graph; None: the cache has not
+        changed, and the token has to be read the long way."""
+        if self.batch_size != len(x) or x.device.type != "cpu" or is_traced():
+            return None
+        steps = []
+        for layer, block in zip(self.layers, blocks, strict=True):
+            step = layer.step(block)
+            if step is None:
+                return None
+            steps.append(step)
+        y = step_blocks(steps, x)
+        self.seen += 1
+        return y
+
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many tokens the model was called with so far, padding counted."""
         return self.seen
@@ -110,7 +163,7 @@ class TitansCache(Cache):
     def copy(self) -> TitansCache:
         """Another cache with the same states, graph included: a call replaces states and never changes one."""
         other = copy.copy(self)
-        other.layers = [copy.copy(layer) for layer in self.layers]
+        other.layers = [TitansCacheLayer(layer.state) for layer in self.layers]
         return other
 
     @classmethod
@@ -138,24 +191,25 @@ class TitansCache(Cache):
     @property
     def batch_size(self) -> int:
         """How many sequences the cache holds; -1 before the first token."""
-        state = self.layers[0].state if self.layers else None
-        return -1 if state is None else state.batch_size
+        return self.layers[0].batch_size if self.layers else -1
 
     @property
     def nbytes(self) -> int:
         """What the states weigh, shared tensors counted once."""
-        tensors = {x.data_ptr(): x for _, x in _tensors("", self.states)}
+        tensors = {x.data_ptr(): x for _, x in _leaves("", self.states) if isinstance(x, Tensor)}
         return sum(min(x.nbytes, x.untyped_storage().nbytes()) for x in tensors.values())
 
     def check(self, config: TitansConfig, batch_size: int) -> None:
         """Raises a ``ValueError`` if the cache does not fit a model and a batch."""
-        mine, theirs = self.fingerprint, config.fingerprint()
-        different = [name for name in theirs if mine.get(name) != theirs[name]]
-        if different:
-            name = different[0]
-            raise ValueError(
-                f"the cache comes from a model with {name}={mine.get(name)!r}; this one has {name}={theirs[name]!r}"
-            )
+        if self._fits is not config:
+            mine, theirs = self.fingerprint, config.fingerprint()
+            different = [name for name in theirs if mine.get(name) != theirs[name]]
+            if different:
+                name = different[0]
+                raise ValueError(
+                    f"the cache comes from a model with {name}={mine.get(name)!r}; this one has {name}={theirs[name]!r}"
+                )
+            self._fits = config
         if self.batch_size not in (-1, batch_size):
             raise ValueError(
                 f"the cache holds {self.batch_size} sequences and the batch has {batch_size}; expected the same"
@@ -168,7 +222,12 @@ class TitansCache(Cache):
             "seen": str(self.seen),
             "types": json.dumps(dict(_types("", self.states))),
         }
-        return dict(_tensors("", self.states)), words
+        batch_size = self.batch_size
+
+        def each(x: Tensor | int) -> Tensor:
+            return x if isinstance(x, Tensor) else torch.full((batch_size,), x)
+
+        return {path: each(x) for path, x in _leaves("", self.states)}, words
 
     @classmethod
     def unpack(cls, tensors: Mapping[str, Tensor], words: Mapping[str, str]) -> TitansCache:
@@ -179,6 +238,7 @@ class TitansCache(Cache):
         count = cache.fingerprint["num_hidden_layers"]
         Cache.__init__(cache, layers=[TitansCacheLayer(_build(str(i), types, tensors)) for i in range(count)])
         cache.seen = int(words["seen"])
+        cache._fits = None
         return cache
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -214,12 +274,12 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
         yield from ((str(index), item) for index, item in enumerate(value))
 
 
-def _tensors(path: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of nested states, by its path."""
-    if isinstance(value, Tensor):
+def _leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor | int]]:
+    """Every tensor of nested states, and every number that all sequences share, by its path."""
+    if isinstance(value, (Tensor, int)):
         yield path, value
     for name, part in _parts(value):
-        yield from _tensors(f"{path}.{name}" if path else name, part)
+        yield from _leaves(f"{path}.{name}" if path else name, part)
 
 
 def _types(path: str, value: Any) -> Iterator[tuple[str, str]]:
@@ -233,7 +293,7 @@ def _types(path: str, value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _build(path: str, types: Mapping[str, str], tensors: Mapping[str, Tensor]) -> Any:
-    """The inverse of :func:`_tensors` and :func:`_types` together."""
+    """The inverse of :func:`_leaves` and :func:`_types` together."""
     kind = types.get(path)
     if kind is None:
         return tensors.get(path)
@@ -242,6 +302,8 @@ def _build(path: str, types: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     parts = {f.name: _build(f"{path}.{f.name}", types, tensors) for f in fields(TYPES[kind])}
     if kind == "MemoryState" and parts["anchor"] is None:
         parts["anchor"] = parts["weights"]
+    if isinstance(parts.get("length"), Tensor):
+        parts["length"] = aligned(parts["length"])
     return TYPES[kind](**parts)
 
 

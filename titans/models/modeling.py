@@ -26,6 +26,7 @@ from titans.layers import (
     WindowAttention,
 )
 from titans.layers.norm import RMSNorm
+from titans.layers.step import linear
 from titans.models.cache import TitansCache
 from titans.models.configuration import VARIANTS, TitansConfig
 from titans.ops.frame import Frame, make_frame
@@ -209,6 +210,13 @@ class TitansModel(TitansPreTrainedModel):
                 raise ValueError(f"past_key_values is a {type(cache).__name__}; expected a TitansCache")
             cache.check(self.config, batch)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
+        wants_dict = self.config.return_dict if return_dict is None else return_dict
+        alone = time == 1 and restart is None and not output_hidden_states and not torch.is_grad_enabled()
+        if alone and use_cache and cache is not None and self._compact(x, attention_mask) == (None, None):
+            y = cache.step(self.layers, x[:, 0])
+            if y is not None:
+                output = BaseModelOutputWithPast(last_hidden_state=self.norm(y.unsqueeze(1)), past_key_values=cache)
+                return output if wants_dict else output.to_tuple()
         if use_cache and self.training and self._checkpoints_reentrantly():
             logger.warning_once("use_cache does not go with reentrant gradient checkpointing: no cache is returned")
             use_cache = False
@@ -243,7 +251,6 @@ class TitansModel(TitansPreTrainedModel):
             past_key_values=cache if use_cache else None,
             hidden_states=tuple(hidden) if output_hidden_states else None,
         )
-        wants_dict = self.config.return_dict if return_dict is None else return_dict
         return output if wants_dict else output.to_tuple()
 
     def _checkpoints_reentrantly(self) -> bool:
@@ -257,7 +264,8 @@ class TitansModel(TitansPreTrainedModel):
             raise ValueError(f"input_ids has shape {tuple(ids.shape)}; expected (batch, time)")
         if ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"input_ids has dtype {ids.dtype}; expected int64 or int32")
-        if ids.numel() and ids.device.type != "meta":
+        # elsewhere a look at the numbers would make the host wait, or break a graph
+        if ids.numel() and ids.device.type == "cpu" and not torch.compiler.is_compiling():
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(
@@ -325,7 +333,7 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             restart=restart,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.lm_head(output.last_hidden_state[:, kept])
+        logits = linear(self.lm_head, output.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)

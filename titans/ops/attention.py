@@ -63,7 +63,7 @@ def segment_visible(
     time: int,
     segment: int,
     prefix: int = 0,
-    start: Tensor | None = None,
+    start: int | Tensor = 0,
     device: torch.device | str | None = None,
     history: bool = True,
 ) -> Tensor:
@@ -73,15 +73,15 @@ def segment_visible(
     token j, so more would leak the future.
 
     Args:
-        start: (batch,), the place of each row's first query; None: 0.
+        start: the place of the first query; (batch,) where the rows differ.
         history: False: there is no h.
 
     Returns:
-        bool (time, prefix + 2 segment), or (batch, 1, time, prefix + 2 segment) with ``start``; without h: + segment.
+        bool (time, prefix + 2 segment), or (batch, 1, time, prefix + 2 segment) where ``start`` is a tensor; without h:
+        + segment.
     """
-    place = torch.arange(time, device=device if start is None else start.device).unsqueeze(1)
-    if start is not None:
-        place = place + start.view(-1, 1, 1, 1)
+    place = torch.arange(time, device=start.device if isinstance(start, Tensor) else device).unsqueeze(1)
+    place = place + (start.view(-1, 1, 1, 1) if isinstance(start, Tensor) else start)
     visible = torch.arange(segment, device=place.device) <= place
     visible = torch.cat([visible, visible], dim=-1) if history else visible
     return F.pad(visible, (prefix, 0), value=True)
@@ -94,15 +94,19 @@ def turning(width: int, device: torch.device | str | None = None) -> Tensor:
     return pairs < (len(pairs) + 1) // 2
 
 
+def frequencies(width: int, device: torch.device | str | None = None) -> Tensor:
+    """(width / 2,) float64, the angle that a pair of channels turns by per position; 0 where it stays as it is."""
+    turns = turning(width, device)
+    step = torch.arange(len(turns), dtype=torch.float64, device=device) / turns.sum()
+    return torch.where(turns, ROPE_BASE**-step, 0)
+
+
 def rotation(position: Tensor, width: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosine and sine of the rotary angles of each position, both (..., width / 2); see :func:`turning`.
 
     Angles are taken in float64: positions run to millions, where float32 no longer resolves a turn.
     """
-    turns = turning(width, position.device)
-    step = torch.arange(len(turns), dtype=torch.float64, device=position.device) / turns.sum()
-    frequency = torch.where(turns, ROPE_BASE**-step, 0)
-    angle = position.unsqueeze(-1) * frequency
+    angle = position.unsqueeze(-1) * frequencies(width, position.device)
     dtype = torch.promote_types(dtype, torch.float32)
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
@@ -240,7 +244,9 @@ def _window_once(
     past = 0 if past_k is None else past_k.shape[2]
     if not prefix and not past and (window is None or time <= window):
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    visible = window_visible(time, window, prefix, past, past_length if past else None, q.device)
+    visible = None  # a single token sees all that is kept
+    if time > 1 or past_length is not None:
+        visible = window_visible(time, window, prefix, past, past_length if past else None, q.device)
     return F.scaled_dot_product_attention(q, _join(prefix_k, past_k, k), _join(prefix_v, past_v, v), attn_mask=visible)
 
 
@@ -309,7 +315,7 @@ def segment_attention(
     h_v: Tensor | None,
     prefix_k: Tensor | None = None,
     prefix_v: Tensor | None = None,
-    start: Tensor | None = None,
+    start: int | Tensor = 0,
 ) -> Tensor:
     """Attention inside one segment of MAC over [prefix | h | segment] (Eq. 22), as :func:`segment_visible` draws it.
 
@@ -318,7 +324,7 @@ def segment_attention(
         k, v: (batch, heads, segment, width), by place; what stands at places after the last query is not seen.
         h_k, h_v: same shape: what the memory said at each place; None: it said nothing.
         prefix_k, prefix_v: (1 or batch, heads, n, width), seen by every token.
-        start: (batch,) int64, the place of each row's first query; None: 0.
+        start: the place of the first query; (batch,) int64 where the rows differ.
 
     Returns:
         (batch, heads, time, width).
@@ -328,19 +334,21 @@ def segment_attention(
     if h_k is not None and h_k.shape != k.shape:
         raise ValueError(f"h_k has shape {tuple(h_k.shape)}; expected that of k, {tuple(k.shape)}")
     _check_extra("prefix", prefix_k, prefix_v, q, (1, q.shape[0]))
-    _check_count("start", start, q)
+    _check_count("start", start if isinstance(start, Tensor) else None, q)
 
     time, segment = q.shape[2], k.shape[2]
     prefix = 0 if prefix_k is None else prefix_k.shape[2]
     history = h_k is not None
 
-    def attend(queries: Tensor, used: int, visible: Tensor) -> Tensor:
+    def attend(queries: Tensor, used: int, visible: Tensor | None) -> Tensor:
         keys = _join(prefix_k, None if h_k is None else h_k[:, :, :used], k[:, :, :used])
         values = _join(prefix_v, None if h_v is None else h_v[:, :, :used], v[:, :, :used])
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
 
-    if start is not None:
-        return attend(q, segment, segment_visible(time, segment, prefix, start, history=history))
+    if isinstance(start, int) and start + time == segment and time == 1:
+        return attend(q, segment, None)  # the last place sees all
+    if isinstance(start, Tensor) or start:
+        return attend(q, segment, segment_visible(time, segment, prefix, start, q.device, history))
     parts = []  # no block of queries is shown the places after it
     for begin in range(0, max(1, time), SEGMENT_BLOCK):
         end = min(time, begin + SEGMENT_BLOCK)

@@ -1,0 +1,123 @@
+"""One token at a time, in place: the same as the long way, from any state, whatever the rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from titans.layers.memory import NeuralMemory
+from titans.layers.step import open_memory
+from titans.ops import MemoryState
+from titans.ops.native.library import library
+
+DIM, HEADS = 12, 2
+NATIVE = library(torch.float64) is not None
+RULES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    "linear": {"depth": 1},
+    "three layers": {"depth": 3, "expansion": 1.5},
+    "chunked": {"mode": "chunked", "chunk_size": 4},
+    "chunked, linear": {"mode": "chunked", "chunk_size": 5, "depth": 1},
+    "chunked, unbounded": {"mode": "chunked", "chunk_size": 4, "bounded": False, "theta_max": 0.1},
+    "chunks of one": {"mode": "chunked", "chunk_size": 1},
+    "no momentum": {"momentum": False},
+    "no forgetting": {"forgetting": False},
+    "forgets to zero": {"forget_to": "zero"},
+    "unbounded": {"bounded": False, "theta_max": 0.1},
+    "guarded": {"max_norm": 0.3},
+    "guarded chunks": {"max_norm": 0.3, "mode": "chunked", "chunk_size": 4, "forget_to": "zero"},
+    "bias and residual": {"bias": True, "residual": True},
+    "dot": {"loss": "dot", "activation": "gelu"},
+    "dot, chunked": {"loss": "dot", "mode": "chunked", "chunk_size": 3, "activation": "relu"},
+    "no convolution": {"conv_kernel": 0, "activation": "gelu_tanh"},
+    "present token only": {"conv_kernel": 1, "unit_keys": False},
+    "constant gates": {"gates": "constant"},
+    "fixed gates": {"fixed_theta": 0.4, "fixed_alpha": [0.1, 0.0]},
+    "no gates": {"fixed_theta": 0.4, "fixed_alpha": [0.1, 0.0], "momentum": False},
+    "off": {"writes": False, "max_norm": 0.3},
+    "wide heads": {"head_dim": 7},
+}
+LONG_WAY: dict[str, dict[str, Any]] = {
+    "norm inside": {"layer_norm": True},
+    "decay first": {"decay_first": True},
+    "definition": {"mode": "recurrent", "chunk_size": 4},
+    "sweeps": {"sweeps": 2},
+    "another loss": {"loss": "huber"},
+    "another engine": {"engine": "dual"},
+}
+
+
+def memory(dtype: torch.dtype = torch.float64, **options: Any) -> NeuralMemory:
+    torch.manual_seed(0)
+    made = NeuralMemory(DIM, HEADS, **options)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.2 * torch.randn_like(parameter)
+    return made.to(dtype)
+
+
+def stream(time: int, batch: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(batch, time, DIM, dtype=dtype, generator=torch.Generator().manual_seed(1))
+
+
+def numbers(state: MemoryState) -> list[Tensor]:
+    found: list[Tensor] = []
+    state.map(lambda x: found.append(x.double()) or x)
+    return [*found, torch.as_tensor(state.position, dtype=torch.float64).expand(state.batch_size)]
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("name", [*RULES, *LONG_WAY])
+@torch.no_grad()
+def test_a_step_is_a_call_of_one_token(name: str, batch: int) -> None:
+    made, x = memory(**(RULES | LONG_WAY)[name]), stream(72, batch)
+    _, state = made(x[:, :58])
+    stepped = state
+    assert (open_memory(made, state, x) is not None) == (NATIVE and name in RULES)
+    for t in range(58, 72):  # over a guard and several chunks
+        y, state = made(x[:, t : t + 1], state)
+        found, stepped = made.step(x[:, t : t + 1], stepped)
+        torch.testing.assert_close(found, y, rtol=1e-9, atol=1e-11)
+        for mine, theirs in zip(numbers(stepped), numbers(state), strict=True):
+            torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-11)
+
+
+@torch.no_grad()
+def test_steps_from_the_start_equal_one_call_in_float32() -> None:
+    made, x = memory(torch.float32), stream(20, 2, torch.float32)
+    whole, _ = made(x)
+    state, outputs = None, []
+    for token in x.split(1, dim=1):
+        y, state = made.step(token, state)
+        outputs.append(y)
+    torch.testing.assert_close(torch.cat(outputs, dim=1), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["exact", "chunked"])
+@torch.no_grad()
+def test_a_step_does_not_change_the_state_that_it_is_given(name: str) -> None:
+    made, x = memory(**RULES[name]), stream(7, 2)
+    _, state = made(x[:, :6])
+    before = [part.clone() for part in numbers(state)]
+    first, _ = made.step(x[:, 6:], state)
+    again, _ = made.step(x[:, 6:], state)
+    assert torch.equal(first, again)
+    assert all(torch.equal(a, b) for a, b in zip(before, numbers(state), strict=True))
+
+
+@torch.no_grad()
+def test_sequences_at_different_places_go_the_long_way() -> None:
+    made, x = memory(**RULES["chunked"]), stream(8, 2)
+    mask = torch.ones(2, 7, dtype=torch.bool)
+    mask[0, 5:] = False
+    _, state = made(x[:, :7], None, mask)
+    assert open_memory(made, state, x) is None
+    torch.testing.assert_close(made.step(x[:, 7:], state)[0], made(x[:, 7:], state)[0], rtol=0, atol=0)
+
+
+def test_a_step_takes_one_token() -> None:
+    with pytest.raises(ValueError, match="x has 2 tokens; expected 1"):
+        memory().step(stream(2, 1))
