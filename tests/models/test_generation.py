@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import itertools
 import math
+import pickle
 import re
 import subprocess
 import sys
@@ -19,12 +20,14 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tests.models.cases import KINDS, SEGMENT, VARIANTS, model
+from tests.models.cases import KINDS, SEGMENT, VARIANTS, model, tokens
 from titans import TitansCache, TitansForCausalLM
+from titans.layers.record import record_memory
 from titans.models import build
 from titans.models.generation import Reader, Sampling, Session, end_tokens
 from titans.models.text import DOCUMENT, MARGIN, TextStream, encode, encode_blocks, opening, read_text
 from titans.models.tokenizer import byte_tokenizer
+from titans.ops.native.library import library
 
 ROOT = Path(__file__).parents[2]
 GREEDY = Sampling(greedy=True)
@@ -59,6 +62,100 @@ def endless(made: Session) -> Session:
     """The same, going on past the token that ends a text."""
     made.ends = set()
     return made
+
+
+LONG_WAY = ("gated-deltanet", "ttt-linear", "ttt-mlp")  # rules that the compiled step does not know
+
+
+def in_place(cache: TitansCache) -> bool:
+    """Whether the last token went through the compiled step."""
+    return all(layer._step is not None for layer in cache.layers)
+
+
+def next_logits(made: TitansForCausalLM, ids: Any, cache: TitansCache) -> Any:
+    return made(ids, past_key_values=cache, use_cache=True).logits
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_one_token_at_a_time_equals_one_call_at_every_token(kind: str, batch: int, tmp_path: Path) -> None:
+    made, ids = model(kind), tokens(3 * SEGMENT + 3, batch)
+    whole = made(ids).logits
+    cache = made(ids[:, :3], use_cache=True).past_key_values
+    for t in range(3, ids.shape[1]):
+        logits = next_logits(made, ids[:, t : t + 1], cache)
+        torch.testing.assert_close(logits[:, 0], whole[:, t], rtol=1e-9, atol=1e-9)
+        assert in_place(cache) == (library(torch.float64) is not None and kind not in LONG_WAY)
+        if t == SEGMENT + 4:  # in the middle of a segment, a window and a chunk
+            cache.save(tmp_path / "middle")
+            cache = TitansCache.load(tmp_path / "middle")
+    assert cache.seen == ids.shape[1]
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+@torch.no_grad()
+def test_a_cache_may_be_copied_reordered_and_read_on_between_tokens(kind: str) -> None:
+    made, ids = model(kind), tokens(2 * SEGMENT + 2, 3)
+    cache = made(ids[:, :5], use_cache=True).past_key_values
+    for t in range(5, 9):
+        next_logits(made, ids[:, t : t + 1], cache)
+    kept = cache.copy()
+    order = torch.tensor([2, 0, 0])
+    cache.reorder_cache(order)
+    mixed = torch.cat([ids[order, :9], ids[:, 9:]], dim=1)
+    whole = made(mixed).logits
+    torch.testing.assert_close(next_logits(made, ids[:, 9:10], cache)[:, 0], whole[:, 9], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(next_logits(made, ids[:, 10:15], cache), whole[:, 10:15], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(next_logits(made, ids[:, 15:16], cache)[:, 0], whole[:, 15], rtol=1e-9, atol=1e-9)
+    assert (kept.seen, cache.seen) == (9, 16)
+    alone = made(ids).logits
+    torch.testing.assert_close(next_logits(made, ids[:, 9:10], kept)[:, 0], alone[:, 9], rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+@torch.no_grad()
+def test_beams_are_what_they_are_the_long_way(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = model(kind)
+    options: dict[str, Any] = {"max_new_tokens": SEGMENT + 3, "num_beams": 3, "do_sample": False, "pad_token_id": 0}
+    found = made.generate(tokens(6), **options)
+    monkeypatch.setenv("TITANS_ENGINE", "dual")
+    assert torch.equal(made.generate(tokens(6), **options), found)
+
+
+@pytest.mark.parametrize("kind", VARIANTS)
+@torch.no_grad()
+def test_a_parameter_that_changes_between_two_tokens_counts_from_there_on(kind: str) -> None:
+    made, ids = model(kind), tokens(5)
+    caches = [made(ids[:, :3], use_cache=True).past_key_values for _ in range(2)]
+    for each in caches:
+        next_logits(made, ids[:, 3:4], each)
+    copied = caches[0].copy()  # which starts anew
+    for parameter in made.parameters():
+        parameter += 0.1
+    made.model.layers[0].ffn.up.weight = torch.nn.Parameter(made.model.layers[0].ffn.up.weight * 2)
+    found = next_logits(made, ids[:, 4:], caches[1])
+    torch.testing.assert_close(found, next_logits(made, ids[:, 4:], copied), rtol=0, atol=0)
+
+
+@torch.no_grad()
+def test_whoever_listens_to_a_layer_hears_every_token() -> None:
+    made, ids = model("mal"), tokens(8)
+    cache = made(ids[:, :3], use_cache=True).past_key_values
+    next_logits(made, ids[:, 3:4], cache)
+    with record_memory(made) as records:
+        next_logits(made, ids[:, 4:5], cache)
+    assert len(records[0].gates) == 1 and not in_place(cache)
+    heard: list[int] = []
+    handle = made.model.layers[1].ffn.register_forward_hook(lambda *_: heard.append(1))
+    next_logits(made, ids[:, 5:6], cache)
+    handle.remove()
+    next_logits(made, ids[:, 6:7], cache)
+    assert heard == [1] and in_place(cache) == (library(torch.float64) is not None)
+    again = pickle.loads(pickle.dumps(cache))
+    expected = made(ids).logits[:, 7:]
+    for each in (cache, again):
+        torch.testing.assert_close(next_logits(made, ids[:, 7:], each), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("kind", KINDS)
