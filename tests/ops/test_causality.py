@@ -84,6 +84,41 @@ def test_a_token_that_makes_the_memory_explode_leaves_those_before_it_alone(name
         assert torch.equal(after[:, :, :changed], before[:, :, :changed]), size
 
 
+HUGE: dict[str, tuple[str, dict[str, Any]]] = {
+    "chunked": ("chunked", {}),
+    "chunked, dual": ("chunked", {"engine": "dual"}),
+    "exact": ("exact", {}),
+    "exact by sweeps": ("exact by sweeps", {}),
+    "exact by sweeps, huber": ("exact by sweeps", {"loss": "huber"}),
+    "chunked, huber": ("chunked", {"loss": "huber"}),
+}
+
+
+@pytest.mark.parametrize("bounded", [False, True], ids=["plain", "bounded"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("rule", HUGE)
+def test_no_finite_number_however_large_moves_an_earlier_output(rule: str, depth: int, bounded: bool) -> None:
+    """Zero times what overflowed is not zero: up to the largest float."""
+    name, options = HUGE[rule]
+    case = Case(time=16, depth=depth, bounded=bounded, surprise=True)
+    changed, largest = 11, torch.finfo(torch.float32).max
+    call = make(case, torch.float32)
+    before = values(call(OPS[name], CHUNK, **options))
+    for field, size in (("q", largest), ("k", 1e20), ("k", largest), ("v", largest)):
+
+        def enlarge(at: str, x: Tensor, field: str = field, size: float = size) -> Tensor:
+            if at != field:
+                return x
+            x = x.clone()
+            x[:, :, changed] = size * x[:, :, changed].sign()
+            return x
+
+        after = values(call.map(enlarge)(OPS[name], CHUNK, **options))
+        for part in ("y", "surprise.gradient_norm", "surprise.loss"):
+            same = torch.equal(after[part][:, :, :changed], before[part][:, :, :changed])
+            assert same, f"{part} of an earlier token moved with {field} = {size}"
+
+
 @every_rule
 def test_a_sequence_does_not_move_another_by_one_bit(rule: str) -> None:
     call = make(RULES[rule][1])

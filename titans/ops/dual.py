@@ -73,6 +73,14 @@ def network_output(rule: FlatRule, z: Tensor, x: Tensor, norm: Tensor | None) ->
     return z + x if rule.network.residual else z
 
 
+def finite(x: Tensor) -> Tensor:
+    """x with numbers in place of NaN and infinities, which zero times would bring from a later token to an earlier one.
+
+    The other half of it is ``tril``: it cuts off what a product of zeros would keep.
+    """
+    return torch.nan_to_num(x, nan=0.0)
+
+
 def output_error(rule: FlatRule, z: Tensor, tile: Tile) -> Output:
     """From the last layer's output at the keys to the loss and its gradients."""
     y, loss = network_output(rule, z, tile.k, tile.norm), rule.loss.with_parameter(tile.loss)
@@ -269,7 +277,7 @@ def _read(
             z = z + torch.bmm(x.reshape(n, tiles * tile, -1), rest[layer].mT).reshape(z.shape)
         h = stack([keys.inputs[layer] for keys in found])
         delta = stack([keys.deltas[layer] for keys in found])
-        z = torch.baddbmm(z, torch.bmm(x, h.mT) * applied, delta, alpha=-1)
+        z = torch.baddbmm(z, (torch.bmm(x, h.mT) * applied).tril(), finite(delta), alpha=-1)
         x = activate(z) if layer + 1 < depth else z
     y = network_output(rule, x, q0, None if norm is None else norm.repeat_interleave(tiles, 0))
     return y.reshape(n, tiles * tile, -1)

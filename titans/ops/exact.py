@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from titans.ops.coefficients import Coefficients
-from titans.ops.dual import Keys, Output, Tile, finish_keys, output_error
+from titans.ops.dual import Keys, Output, Tile, finish_keys, finite, output_error
 from titans.ops.flat import FlatRule, FlatState, FlatTokens, Tensors
 from titans.ops.network import ACTIVATIONS
 from titans.ops.recurrent import TINY
@@ -62,7 +62,7 @@ class ExactKeys:
             decay = (1 - tokens.alpha).unflatten(1, (-1, tile)).unsqueeze(-1)
             products, rows = products * decay, [row * decay for row in rows]
         x = rule.inputs(tokens.k).unflatten(1, (-1, tile))
-        return products, (x @ x.mT) * products, *rows
+        return products, ((x @ x.mT) * products).tril(-1), *rows
 
     def __call__(self, rule: FlatRule, state: FlatState, tile: Tile) -> Keys:
         """Gradients of all tokens of a tile, each at the weights just before it."""
@@ -115,7 +115,8 @@ def _solvable(rule: FlatRule, tile: Tile) -> bool:
 
 
 def _guess(rule: FlatRule, tile: Tile, keys: Keys) -> Tensors:
-    return *(keys.deltas[:-1] if _solvable(rule, tile) else keys.deltas), keys.step
+    deltas = keys.deltas[:-1] if _solvable(rule, tile) else keys.deltas
+    return tuple(finite(x) for x in (*deltas, keys.step))
 
 
 def _change(old: Tensors, new: Tensors) -> Tensor:
@@ -178,13 +179,14 @@ def _sweep(rule: FlatRule, weights: list[_Weights], tile: Tile, past: _Past, gue
     else:
         step = tile.step
     applied = past.products * step.unsqueeze(1)
-    output = _last_layer(rule, tile, z, squares * applied, guess, deep=depth > 1)
+    output = _last_layer(rule, tile, z, (squares * applied).tril(-1), guess, deep=depth > 1)
 
     deltas = [output.delta]
     for layer in range(depth - 1, 0, -1):
         delta, hidden = deltas[-1], weights[layer].hidden
         back = _blend(past, torch.bmm(delta, weights[layer].backward), hidden)
-        back = torch.baddbmm(back, torch.bmm(delta, delta.mT) * applied, inputs[layer][..., :hidden], alpha=-1)
+        by = (torch.bmm(delta, delta.mT) * applied).tril(-1)
+        back = torch.baddbmm(back, by, inputs[layer][..., :hidden], alpha=-1)
         deltas.append(_tame(back) * slopes[layer - 1])
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
 
@@ -208,7 +210,8 @@ def _last_layer(rule: FlatRule, tile: Tile, z: Tensor, system: Tensor, guess: Te
     # (I + system) delta = the error that the tile's first state alone would make
     delta = torch.linalg.solve_triangular(system, output.delta, upper=False, unitriangular=True)
     if deep:
-        delta = _tame(delta) + 0 * (tile.k.sum(-1, keepdim=True) + tile.v.sum(-1, keepdim=True))  # a NaN stays one
+        given = torch.isnan(tile.k).any(-1, keepdim=True) | torch.isnan(tile.v).any(-1, keepdim=True)
+        delta = _tame(delta).masked_fill(given, float("nan"))  # a NaN that was let in stays one
     return Output(delta, delta, delta.square().sum(-1) if rule.surprise else None)
 
 
@@ -288,8 +291,8 @@ def _first_order(rule: FlatRule, state: FlatState, tile: Tile, past: _Past, keys
         x = rule.inputs(x)
         inputs.append(x)
         z = _blend(past, torch.bmm(x, weight.forward), weight.out)
-        by = torch.bmm(x, keys.inputs[layer].detach().mT) * applied
-        z = torch.baddbmm(z, by, keys.deltas[layer].detach(), alpha=-1)
+        by = (torch.bmm(x, keys.inputs[layer].detach().mT) * applied).tril(-1)
+        z = torch.baddbmm(z, by, finite(keys.deltas[layer].detach()), alpha=-1)
         if layer + 1 < len(weights):
             x, slope = activation.with_derivative(z)
             slopes.append(slope)
@@ -298,7 +301,7 @@ def _first_order(rule: FlatRule, state: FlatState, tile: Tile, past: _Past, keys
     for layer in range(len(weights) - 1, 0, -1):
         hidden = weights[layer].hidden
         back = _blend(past, torch.bmm(deltas[-1], weights[layer].backward), hidden)
-        by = torch.bmm(deltas[-1], keys.deltas[layer].detach().mT) * applied
+        by = (torch.bmm(deltas[-1], keys.deltas[layer].detach().mT) * applied).tril(-1)
         back = torch.baddbmm(back, by, keys.inputs[layer][..., :hidden].detach(), alpha=-1)
         deltas.append(back * slopes[layer - 1])
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)

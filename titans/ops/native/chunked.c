@@ -7,8 +7,16 @@
  * so that the dual form of a read is a single product with the rows [beta x | c x | x | -(x X^T) P step], and so is its
  * backpropagation. S and R may be missing.
  */
+#include <float.h>
+
 #include "common.h"
 #include "product.h"
+
+#ifdef SINGLE
+#define LARGEST FLT_MAX
+#else
+#define LARGEST DBL_MAX
+#endif
 
 typedef struct {
     int rows, slots, tile, depth, width_in, width_out, activation, every;
@@ -143,6 +151,24 @@ static void squares(int b, int n, const REAL *x, REAL *result) {
     for (int t = 0; t < b; t++) result[t] = dot(n, x + (size_t)t * n, x + (size_t)t * n);
 }
 
+/* Reads go a little beyond the diagonal, where zero times what overflowed would be NaN in an earlier token. A NaN that was
+ * let in stays. */
+static void make_finite(const Settings *s, Work *w, const REAL *keys, const REAL *values) {
+    for (int t = 0; t < w->b; t++) {
+        const REAL *key = keys + (size_t)t * s->width_in, *value = values + (size_t)t * s->width_out;
+        int given = 0;
+        for (int i = 0; i < s->width_in; i++) given |= key[i] != key[i];
+        for (int o = 0; o < s->width_out; o++) given |= value[o] != value[o];
+        for (int l = 0; l < s->depth && !given; l++) {
+            int out = w->layers[l].out;
+            REAL *delta = w->layers[l].delta + (size_t)t * out;
+            for (int o = 0; o < out; o++)
+                if (!(delta[o] <= LARGEST && delta[o] >= -LARGEST))
+                    delta[o] = delta[o] > 0 ? LARGEST : delta[o] < 0 ? -LARGEST : 0;
+        }
+    }
+}
+
 /* The key pass: every layer's inputs and deltas at the anchor, and each token's step. */
 static void study(const Settings *s, const Inputs *in, size_t first, Work *w, int backward) {
     int b = w->b, depth = s->depth;
@@ -182,6 +208,7 @@ static void study(const Settings *s, const Inputs *in, size_t first, Work *w, in
         product(b, a->hidden, a->out, plain(a->delta, a->out), a->anchor_turned, a->in, lower->back, lower->out, 1);
         for (int i = 0; i < b * lower->out; i++) lower->delta[i] = lower->back[i] * lower->slope[i];
     }
+    make_finite(s, w, keys, values);
     for (int l = 0; l < depth; l++) {
         Layer *a = &w->layers[l];
         squares(b, a->in, a->x, a->x_square);
