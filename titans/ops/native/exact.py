@@ -13,7 +13,8 @@ from titans.ops.native.library import ACTIVATION_CODES, addresses, empty, split_
 from titans.ops.native.operators import needs_gradients
 from titans.ops.native.rules import Group, RuleLoop
 
-SEGMENT = 32  # tokens between two states that the backward pass keeps
+BLOCK = 32  # tokens that the backward pass of exact.c takes together
+KEPT_NUMBERS = 1 << 23  # the states that a call keeps for its backward pass are this large, or a block apart
 
 
 class _Settings(ctypes.Structure):
@@ -25,8 +26,13 @@ class _Settings(ctypes.Structure):
     ]  # fmt: skip
 
 
-def run_exact(rule: FlatRule, tiling: Tiling, carry: FlatState, tokens: FlatTokens) -> tuple[FlatState, Tensors]:
-    """What ``run_tiles`` gives, from the compiled loop, with gradients."""
+def run_exact(
+    rule: FlatRule, tiling: Tiling, carry: FlatState, tokens: FlatTokens, *, every: int | None
+) -> tuple[FlatState, Tensors]:
+    """What ``run_tiles`` gives, from the compiled loop, with gradients.
+
+    The backward pass keeps the state at every ``every``-th tile; default: as often as ``KEPT_NUMBERS`` allows.
+    """
     ends = None
     if rule.max_norm is not None:
         n = len(tokens.k)
@@ -42,8 +48,10 @@ def run_exact(rule: FlatRule, tiling: Tiling, carry: FlatState, tokens: FlatToke
     weights = tuple(w + r for w, r in zip(carry.weights, rest, strict=True)) if rest else carry.weights
     gates = [x for x in (tokens.alpha, tokens.eta) if x is not None]
     inputs, state = [tokens.q, tokens.k, tokens.v, rule.scale * tokens.theta, *gates], [*weights, *carry.momentum]
+    slots = tokens.k.shape[1]
+    segment = choose_segment(state, slots) if every is None else min(every * tiling.tile, slots)
     numbers = _LOOP.numbers(
-        tile=tiling.tile, activation=ACTIVATION_CODES[rule.network.activation], segment=SEGMENT,
+        tile=tiling.tile, activation=ACTIVATION_CODES[rule.network.activation], segment=segment,
         bias=rule.network.bias, residual=rule.network.residual, squared=rule.squared, bounded=rule.bounded,
         decay_first=rule.decay_first, first_order=rule.first_order, alpha=tokens.alpha is not None,
         eta=tokens.eta is not None, momentum=bool(carry.momentum), surprise=rule.surprise,
@@ -54,6 +62,14 @@ def run_exact(rule: FlatRule, tiling: Tiling, carry: FlatState, tokens: FlatToke
     depth = len(weights)
     away = tuple(w - r for w, r in zip(new_state[:depth], rest, strict=True)) if rest else new_state[:depth]
     return FlatState(away, new_state[depth:], (), None), outputs
+
+
+def choose_segment(state: Group, slots: int) -> int:
+    """Tokens between two states that the backward pass keeps; what lies between is computed again from the trace."""
+    size, segment = sum(x.numel() for x in state), BLOCK
+    while segment < slots and -(-slots // segment) * size > KEPT_NUMBERS:
+        segment *= 2
+    return segment
 
 
 def _keep(told: Mapping[str, int], v: Tensor, state: Group, ends: Tensor | None) -> list[Tensor]:
