@@ -16,7 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState, aligned
-from titans.layers.blocks import GATES, Block, BlockState, FeedForward, Gate, MACBlock, MAGBlock, SwiGLU
+from titans.layers.blocks import (
+    GATES,
+    Block,
+    BlockState,
+    FeedForward,
+    Gate,
+    LMMBlock,
+    MACBlock,
+    MAGBlock,
+    MALBlock,
+    SwiGLU,
+)
 from titans.layers.memory import ETA_MAX, INPUT_LIMIT, NeuralMemory
 from titans.layers.norm import RMSNorm
 from titans.ops.attention import frequencies
@@ -25,8 +36,11 @@ from titans.ops.native import step as native
 from titans.ops.native.library import ACTIVATION_CODES, address, addresses, can_run_native, integers, is_traced
 from titans.ops.state import MemoryState
 
-LEAVES = (nn.Linear, nn.RMSNorm, RMSNorm, nn.ParameterList)
-PARTS = (NeuralMemory, WindowAttention, SegmentAttention, Gate, SwiGLU, FeedForward)
+BLOCKS = (LMMBlock, MACBlock, MAGBlock, MALBlock)
+PARTS = (
+    NeuralMemory, WindowAttention, SegmentAttention, Gate, SwiGLU, FeedForward, RMSNorm,
+    nn.RMSNorm, nn.Linear, nn.ParameterList,
+)  # fmt: skip
 FEW_ROWS = 8  # tokens up to which a matrix is read row by row
 
 
@@ -153,7 +167,7 @@ class BlockStep:
 
     def __init__(self, block: Block, state: BlockState) -> None:
         self.block = block
-        self.batch_size = state.batch_size
+        self.batch_size, self._dtype = state.batch_size, block.ffn_norm.weight.dtype
         self._signature = _signature(block)
         self._conv = None
         self._start: list[Tensor] = []
@@ -187,9 +201,10 @@ class BlockStep:
             start=addresses(self._start), conv=address(self._conv),
         )  # fmt: skip
 
-    def fits(self, block: Block) -> bool:
-        """Whether the block is the one that this was made of, with the same parameters."""
-        return block is self.block and _signature(block) == self._signature
+    def fits(self, block: Block, x: Tensor) -> bool:
+        """Whether the block is the one that this was made of, with the same parameters, and can read x (batch, dim)."""
+        ours = block is self.block and x.dtype == self._dtype and len(x) == self.batch_size
+        return ours and _signature(block) == self._signature
 
     def state(self) -> BlockState:
         """Where the block stands."""
@@ -201,19 +216,15 @@ class BlockStep:
         )
 
 
-def open_step(block: Block, state: BlockState | None) -> BlockStep | None:
-    """A step of a block from ``state`` on; None: the compiled loop does not take it."""
-    return None if state is None or not _takes_block(block, state) else BlockStep(block, state)
+def open_step(block: Block, state: BlockState | None, x: Tensor) -> BlockStep | None:
+    """A step of a block that is to read x (batch, dim) in ``state``; None: the compiled loop does not take it."""
+    return BlockStep(block, state) if state is not None and _takes_block(block, state, x) else None
 
 
 def open_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> MemoryStep | None:
-    """The same of a memory alone that is about to read x."""
+    """The same of a memory alone."""
     ordinary = all(map(_is_ordinary, _walk(memory)))
-    return (
-        MemoryStep(memory, state)
-        if ordinary and _takes_memory(memory, state) and _takes(x, memory.norm.weight)
-        else None
-    )
+    return MemoryStep(memory, state) if ordinary and _takes_memory(memory, state, x) else None
 
 
 def step_blocks(steps: Sequence[BlockStep], x: Tensor) -> Tensor:
@@ -222,37 +233,44 @@ def step_blocks(steps: Sequence[BlockStep], x: Tensor) -> Tensor:
     return native.step_blocks([step.described for step in steps], x)
 
 
+def is_intercepted() -> bool:
+    """Whether somebody watches or changes what PyTorch does, so that it has to be asked."""
+    return is_traced() or torch.is_autocast_enabled("cpu")
+
+
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """``module(x)``, faster for few rows without a graph."""
-    few = x.numel() <= FEW_ROWS * x.shape[-1] and not torch.is_grad_enabled()
+    few = not is_traced() and not torch.is_grad_enabled() and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
     if few and module.bias is None and _is_ordinary(module) and _takes(x, module.weight):
         return native.linear(x, module.weight)
     y: Tensor = module(x)
     return y
 
 
-def _takes_block(block: Block, state: BlockState | None) -> bool:
-    memory, attention = block.memory, block.attention
+def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
+    kind = next((kind for kind in BLOCKS if isinstance(block, kind)), Block)
+    names = [name for name in (*vars(kind), *vars(Block)) if not name.startswith("__")]
+    own = kind is not Block and all(getattr(type(block), name) is getattr(kind, name) for name in names)
     first, *others = _walk(block)
-    forwards = {kind.forward for kind in Block.__subclasses__()}
-    if state is None or type(block).forward not in forwards or _is_touched(first) or not all(map(_is_ordinary, others)):
+    if not own or _is_touched(first) or not all(map(_is_ordinary, others)):
         return False
+    memory, attention = block.memory, block.attention
     if (memory is None) != (state.memory is None) or (attention is None) != (state.attention is None):
         return False
-    if memory is not None and state.memory is not None and not _takes_memory(memory, state.memory):
+    if memory is not None and state.memory is not None and not _takes_memory(memory, state.memory, x):
         return False
+    tensors = [x, *block.parameters(), *state.start, *([] if state.conv is None else [state.conv])]
     if attention is not None and state.attention is not None:
-        size, length, found = _ring_size(attention), state.attention.length, state.attention.k.shape[2]
-        expected = length if isinstance(attention, SegmentAttention) else min(length, size - 1)
-        if not isinstance(length, int) or size < 1 or found < expected:
+        size, length, k = _ring_size(attention), state.attention.length, state.attention.k
+        if not isinstance(length, int) or size < 1:
             return False
-    tensors = [*block.parameters(), *state.start, *([] if state.conv is None else [state.conv])]
-    if state.attention is not None:
-        tensors += [state.attention.k, state.attention.v]
+        if k.shape[2] < (length if isinstance(attention, SegmentAttention) else min(length, size - 1)):
+            return False
+        tensors += [k, state.attention.v]
     return _takes(*tensors)
 
 
-def _takes_memory(memory: NeuralMemory, state: MemoryState) -> bool:
+def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
     rule = memory.rule(state)
     return (
         (memory.engine or os.environ.get("TITANS_ENGINE") or "native") == "native"
@@ -262,16 +280,15 @@ def _takes_memory(memory: NeuralMemory, state: MemoryState) -> bool:
         and memory.gain is None
         and state.batch_size > 0
         and isinstance(_place(state.position), int)
-        and _takes(*memory.parameters(), *state.weights, *state.momentum, *state.conv)
+        and _takes(x, *memory.parameters(), *state.weights, *state.momentum, *state.conv)
     )
 
 
 def _takes(*tensors: Tensor) -> bool:
     """Whether the compiled loops can read these as they are."""
     return (
-        not is_traced()
+        not is_intercepted()
         and can_run_native(*tensors)
-        and not torch.is_autocast_enabled("cpu")
         and all(x.is_contiguous() for x in tensors if isinstance(x, nn.Parameter))
     )
 
@@ -291,7 +308,7 @@ def _is_touched(module: nn.Module) -> bool:
 
 
 def _is_ordinary(module: nn.Module) -> bool:
-    return type(module) in (*LEAVES, *PARTS) and not _is_touched(module)
+    return type(module) in PARTS and not _is_touched(module)
 
 
 def _signature(block: nn.Module) -> list[Any]:

@@ -17,10 +17,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from titans.layers import BlockState, SegmentState, WindowState
 from titans.layers.attention import aligned
 from titans.layers.blocks import Block
-from titans.layers.step import BlockStep, open_step, step_blocks
+from titans.layers.step import BlockStep, is_intercepted, open_step, step_blocks
 from titans.models.configuration import TitansConfig
 from titans.ops import MemoryState
-from titans.ops.native.library import is_traced
 from titans.ops.state import read_tensors, write_tensors
 
 FORMAT = "titans.TitansCache"
@@ -64,10 +63,10 @@ class TitansCacheLayer(CacheLayerMixin):
             return self._step.batch_size
         return -1 if self._state is None else self._state.batch_size
 
-    def step(self, block: Block) -> BlockStep | None:
-        """The state in buffers that the next token of ``block`` may change; None: it has to be read the long way."""
-        if self._step is None or not self._step.fits(block):
-            step = open_step(block, self.state)
+    def step(self, block: Block, x: Tensor) -> BlockStep | None:
+        """The state in buffers that the next token x of ``block`` may change; None: it has to go the long way."""
+        if self._step is None or not self._step.fits(block, x):
+            step = open_step(block, self.state, x)
             self._state, self._step = (self._state, None) if step is None else (None, step)
         return self._step
 
@@ -139,11 +138,11 @@ class TitansCache(Cache):
     def step(self, blocks: Iterable[Any], x: Tensor) -> Tensor | None:
         """The next token of every sequence, x (batch, dim), after the blocks, without a graph; None: the cache has not
         changed, and the token has to be read the long way."""
-        if self.batch_size != len(x) or x.device.type != "cpu" or is_traced():
+        if x.device.type != "cpu" or is_intercepted():
             return None
         steps = []
         for layer, block in zip(self.layers, blocks, strict=True):
-            step = layer.step(block)
+            step = layer.step(block, x)
             if step is None:
                 return None
             steps.append(step)

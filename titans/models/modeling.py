@@ -211,8 +211,9 @@ class TitansModel(TitansPreTrainedModel):
             cache.check(self.config, batch)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         wants_dict = self.config.return_dict if return_dict is None else return_dict
-        alone = time == 1 and restart is None and not output_hidden_states and not torch.is_grad_enabled()
-        if alone and use_cache and cache is not None and self._compact(x, attention_mask) == (None, None):
+        frame, mask = self._compact(x, attention_mask)
+        alone = time == 1 and frame is None and restart is None and not output_hidden_states
+        if alone and use_cache and cache is not None and not torch.is_grad_enabled():
             y = cache.step(self.layers, x[:, 0])
             if y is not None:
                 output = BaseModelOutputWithPast(last_hidden_state=self.norm(y.unsqueeze(1)), past_key_values=cache)
@@ -225,7 +226,6 @@ class TitansModel(TitansPreTrainedModel):
                 f"restart has shape {tuple(restart.shape)} and dtype {restart.dtype}; expected ({batch},) and bool"
             )
 
-        frame, mask = self._compact(x, attention_mask)
         if frame is not None:
             x = frame.put(x.unsqueeze(1)).squeeze(1)
 

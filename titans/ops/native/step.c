@@ -164,7 +164,7 @@ static void ask(const Memory *m, REAL *const *weights, size_t row, const REAL *q
     if (m->residual) add(m->width, 1, query, at->z);
 }
 
-/* Eq. 13 and 14 for one token of one head: the gradient where the rule takes it, momentum, forgetting, the guard. */
+/* Eq. 13 and 14 for one token of one head: the gradient where the rule takes it, momentum and forgetting. */
 static void write_token(const Memory *m, int row, int head, const REAL *key, const REAL *value, REAL step, REAL keep,
                         REAL drag, Layers *at) {
     int depth = m->depth, w = at->widest, width = m->width;
@@ -223,6 +223,7 @@ static void write_token(const Memory *m, int row, int head, const REAL *key, con
     }
 }
 
+/* No row of M - rest, nor of S, keeps a norm above max_norm. */
 static void guard(const Memory *m, int row, int head) {
     for (int l = 0; l < m->depth; l++) {
         size_t size = (size_t)m->outs[l] * m->ins[l];
