@@ -452,6 +452,47 @@ def test_what_does_not_fit_is_refused_in_one_sentence() -> None:
         layer.init_state(-1)
 
 
+def test_a_state_inside_a_chunk_of_another_memory_is_refused() -> None:
+    _, state = memory(mode="chunked", chunk_size=8)(tokens(11))
+    with pytest.raises(ValueError, match="with chunk_size=8, bounded; expected chunk_size=6, bounded"):
+        memory(mode="chunked", chunk_size=6)(tokens(), state)
+    with pytest.raises(ValueError, match="with chunk_size=8, bounded; expected chunk_size=1, guard_every=64"):
+        memory(mode="exact")(tokens(), state)
+    memory(mode="chunked", chunk_size=8)(tokens(), state)
+
+
+def test_states_own_their_tensors() -> None:
+    layer = memory(depth=1)
+    before = [w.clone() for w in layer.initial]
+    for batch in (1, 2):
+        start = layer.init_state(batch).detach()
+        for w in start.weights:
+            w.zero_()
+    assert all(torch.equal(a, b) for a, b in zip(before, layer.initial, strict=True))
+    _, state = layer(tokens())
+    assert state.conv[0].untyped_storage().nbytes() == state.conv[0].nbytes, "a view keeps all inputs alive"
+
+
+@every_mode
+@pytest.mark.parametrize("engine", [None, "dual"])
+def test_an_aligned_batch_never_makes_the_host_wait(
+    mode: str, engine: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On an accelerator every look at a number is a stall."""
+    layer = memory(torch.float32, check_values=False, engine=engine, **MODES[mode])
+    x = tokens(dtype=torch.float32)
+
+    def refuse(*args: Any) -> Any:
+        raise AssertionError("the host asked for a number")
+
+    for name in ("item", "tolist", "__bool__", "__int__", "__float__", "__index__"):
+        monkeypatch.setattr(Tensor, name, refuse)
+    monkeypatch.setattr("titans.ops.dual._too_long", lambda *args: True)  # as on an accelerator
+    _, state = layer(x[:, :11])
+    _, state = layer(x[:, 11:], state)
+    assert isinstance(state.position, int)
+
+
 def test_nan_may_be_let_through_on_purpose() -> None:
     x = tokens()
     x[1, 4, 2] = float("nan")

@@ -219,7 +219,7 @@ def make(case: Case, dtype: torch.dtype = torch.float64) -> Call:
 def values(out: Sequence[Any]) -> dict[str, Tensor]:
     """All that a call returned, by name."""
     y, state, *surprise = out
-    found = {"y": y, "position": state.position}
+    found = {"y": y, "position": state.positions}
     for name in ("weights", "momentum", "anchor"):
         found |= {f"{name}.{i}": x for i, x in enumerate(getattr(state, name))}
     return found | {f"surprise.{name}": x for one in surprise for name, x in one._asdict().items()}

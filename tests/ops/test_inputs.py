@@ -137,11 +137,11 @@ def test_what_does_not_fit_is_refused_in_one_sentence(name: str, wrong: str) -> 
     call = change(make(Case(time=TIME)))
     momentum = [torch.zeros_like(w) for w in call.weights]
     state = MemoryState.create(call.weights, momentum)
-    before = [x.clone() for x in (*state.weights, state.position)]
+    before = [x.clone() for x in (*state.weights, state.positions)]
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         call(OPS[name], 4, state)
     assert "\n" not in str(error.value)
-    assert all(torch.equal(a, b) for a, b in zip((*state.weights, state.position), before, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip((*state.weights, state.positions), before, strict=True))
 
 
 @every_op
@@ -176,7 +176,7 @@ def test_an_empty_sequence_gives_an_empty_output_and_the_same_state(name: str, s
     assert [tuple(x.shape) for s in rest for x in s] == [(2, 2, 0)] * 2 * surprise
     names = ("weights", "momentum", "anchor")
     pairs = [(a, b) for n in names for a, b in zip(getattr(after, n), getattr(state, n), strict=True)]
-    assert all(torch.equal(a, b) for a, b in [*pairs, (after.position, state.position)])
+    assert all(torch.equal(a, b) for a, b in [*pairs, (after.positions, state.positions)])
 
 
 @every_op
@@ -186,22 +186,56 @@ def test_an_empty_batch_gives_an_empty_output(name: str) -> None:
     assert y.shape == (0, 2, 21, 4) and state.batch_size == 0
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("name", ["chunked", "recurrent"])
-def test_a_state_from_a_larger_chunk_is_refused(name: str) -> None:
-    call = make(Case(time=6))
+def test_a_state_inside_a_chunk_is_refused_by_another_rule(name: str, masked: bool) -> None:
+    call = make(Case(time=6, masked=masked))
     state = call(OPS[name], 8)[1]
+    for size in (4, 7, 16):
+        with pytest.raises(
+            ValueError, match=f"inside a chunk of a memory with chunk_size=8; expected chunk_size={size}"
+        ):
+            call(OPS[name], size, state)
+    with pytest.raises(ValueError, match="a memory with chunk_size=8; expected chunk_size=8, bounded"):
+        call(OPS[name], 8, state, bounded=True)
+    with pytest.raises(ValueError, match="a memory with chunk_size=8; expected chunk_size=1"):
+        call(neural_memory_exact, 8, state)
+    call(OPS[name], 8, state, loss="dot", first_order=True)
+
+
+def test_a_state_at_the_end_of_a_chunk_goes_anywhere() -> None:
+    call = make(Case(time=8))
+    for name in ("chunked", "recurrent"):
+        state = call(OPS[name], 8)[1]
+        for op in ("chunked", "recurrent", "exact"):
+            call(OPS[op], 3, state)
+
+
+def test_a_state_of_nobody_knows_whom_must_fit_into_the_chunk() -> None:
+    call = make(Case(time=6))
+    state = replace(call(neural_memory_chunked, 8)[1], rule=None)
     message = (
         "state stands at token 6 of its open chunk; expected less than 4: it comes from a memory with a larger chunk"
     )
     with pytest.raises(ValueError, match=message):
-        call(OPS[name], 4, state)
+        call(neural_memory_chunked, 4, state)
+    call(neural_memory_chunked, 8, state)
 
 
 def test_a_state_from_a_longer_guard_is_refused() -> None:
     call = make(Case(time=6, max_norm=1.0))
     state = call(neural_memory_exact, 4, guard_every=8)[1]
-    with pytest.raises(ValueError, match="state stands at token 6 of its open chunk; expected less than 4"):
+    with pytest.raises(ValueError, match="with chunk_size=1, guard_every=8; expected chunk_size=1, guard_every=4"):
         call(neural_memory_exact, 4, state, guard_every=4)
+    call(OPS["recurrent"], 1, state, guard_every=8)
+
+
+@every_op
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_state_in_half_precision_is_refused(name: str, dtype: torch.dtype) -> None:
+    call = make(Case(time=TIME))
+    with pytest.raises(ValueError, match=f"state has dtype {dtype}; expected float32 or float64"):
+        call(OPS[name], 4, call.start().to(dtype=dtype), rest=None)
 
 
 @pytest.mark.parametrize("guard_every", [0, -2])

@@ -277,4 +277,4 @@ def test_the_callers_tensors_and_state_are_not_changed() -> None:
     state = MemoryState.create(call.weights, call.momentum)
     call(neural_memory_recurrent, 4, state)
     assert all(torch.equal(x, before[name]) for name, x in call.inputs().items())
-    assert torch.equal(state.position, torch.zeros(BATCH, dtype=torch.int64))
+    assert torch.equal(state.positions, torch.zeros(BATCH, dtype=torch.int64))

@@ -25,7 +25,7 @@ def open_chunk() -> MemoryState:
 
 
 def tensors(state: MemoryState) -> dict[str, Tensor]:
-    found = {"position": state.position}
+    found = {"position": state.positions}
     for name in ("weights", "momentum", "anchor", "conv"):
         found |= {f"{name}.{i}": x for i, x in enumerate(getattr(state, name))}
     return found if state.gram is None else {**found, "gram": state.gram}
@@ -43,7 +43,7 @@ def test_a_new_state_stands_at_the_start_of_a_chunk() -> None:
     assert state.batch_size == 3
     assert state.weights == tuple(weights) and state.anchor is state.weights
     assert all(not s.any() and s.shape == w.shape for s, w in zip(state.momentum, weights, strict=True))
-    assert torch.equal(state.position, torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(state.positions, torch.zeros(3, dtype=torch.int64))
     assert state.gram is None and state.conv == ()
 
 
@@ -90,8 +90,55 @@ def test_a_detached_state_has_the_same_values_and_no_past() -> None:
 
 def test_another_dtype_is_for_what_is_floating() -> None:
     single = open_chunk().to(dtype=torch.float32)
-    assert single.position.dtype == torch.int64
+    assert single.positions.dtype == torch.int64
     assert {x.dtype for name, x in tensors(single).items() if name != "position"} == {torch.float32}
+
+
+def test_a_detached_state_owns_its_tensors_and_a_momentum_of_one_number_stays_one() -> None:
+    weight = draw(1, 2, 3, 3, seed=1)
+    for batch in (1, 4):
+        zero = torch.zeros(()).expand(batch, 2, 3, 3)
+        state = MemoryState.create([weight.expand(batch, -1, -1, -1)], [zero])
+        detached = state.detach()
+        assert detached.weights[0].untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+        assert detached.momentum[0].untyped_storage().nbytes() == 4
+
+
+def test_positions_that_agree_are_one_number_on_the_host() -> None:
+    call = make(Case(time=11))
+    together = call(neural_memory_chunked, 8)[1]
+    assert together.position == 3 and together.positions.tolist() == [3, 3]
+    assert together.reorder(torch.tensor([1, 1, 0])).position == 3
+    apart = open_chunk()
+    assert isinstance(apart.position, Tensor) and len(set(apart.position.tolist())) == 2
+    both = MemoryState.concatenate([together, replace(apart, conv=())])
+    assert both.positions.tolist() == [3, 3, *apart.position.tolist()]
+    assert MemoryState.concatenate([together, together]).position == 3
+    rows = torch.tensor([True, False])
+    assert together.where(rows, together).position == 3
+    start = call.start()
+    assert together.where(rows, start).positions.tolist() == [3, 0]
+
+
+@pytest.mark.parametrize("chunk", [8, 5])
+def test_a_file_says_which_rule_left_the_state(tmp_path: Path, chunk: int) -> None:
+    call = make(Case(time=11))
+    call(neural_memory_chunked, 8)[1].save(tmp_path / "state")
+    loaded = MemoryState.load(tmp_path / "state")
+    assert loaded.rule == "chunk_size=8" and loaded.position == 3
+    if chunk == 8:
+        call(neural_memory_chunked, chunk, loaded)
+    else:
+        with pytest.raises(ValueError, match="inside a chunk of a memory with chunk_size=8; expected chunk_size=5"):
+            call(neural_memory_chunked, chunk, loaded)
+
+
+def test_a_file_from_before_states_had_a_rule_is_read(tmp_path: Path) -> None:
+    content = {name: x.contiguous() for name, x in tensors(open_chunk()).items()}
+    safetensors.torch.save_file(content, tmp_path / "state", metadata=METADATA)
+    loaded = MemoryState.load(tmp_path / "state")
+    assert loaded.rule is None
+    assert_equal(loaded, open_chunk())
 
 
 def test_a_state_that_starts_a_chunk_still_does_after_a_map() -> None:

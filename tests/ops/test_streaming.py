@@ -116,7 +116,7 @@ def test_a_sequence_of_which_nothing_is_left_changes_nothing(name: str) -> None:
     assert torch.equal(y, torch.zeros_like(y))
     for group in ("weights", "momentum"):
         assert all(torch.equal(a, b) for a, b in zip(getattr(after, group), getattr(state, group), strict=True))
-    assert torch.equal(after.position, state.position)
+    assert torch.equal(after.positions, state.positions)
 
 
 def poisoned(call: Call, by: float) -> Call:

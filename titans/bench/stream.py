@@ -160,6 +160,7 @@ def missing_after_writing(memory: NeuralMemory, state: MemoryState, tokens: Tens
     looking.writes, looking.mode, looking.chunk_size = False, "exact", 8
 
     def missing(state: MemoryState) -> Tensor:
+        state = replace(state, anchor=state.weights, position=0, gram=None)  # as if a chunk ended here
         x = tokens.unsqueeze(1).expand(-1, max(1, memory.conv_kernel), -1)  # the last has a convolution of its own
         empty = state.map(lambda x: torch.zeros_like(x) if x.ndim == 4 else x)
         loss, energy = (looking(x, s, return_surprise=True)[2].loss[..., -1].sum(1) for s in (state, empty))

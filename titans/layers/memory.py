@@ -279,6 +279,7 @@ class NeuralMemory(nn.Module):
         # without momentum a single zero stands for all of it
         none = None if self.momentum else [w.new_zeros(()).expand(w.shape) for w in weights]
         state = MemoryState.create(weights, none)
+        state = replace(state, rule=self.rule(state).grid)
         if not self.conv_kernel:
             return state
         past = self.to_qkv.weight.new_zeros(batch_size, self.conv_kernel - 1, self.to_qkv.out_features)
@@ -311,7 +312,7 @@ class NeuralMemory(nn.Module):
             return self._stream(x, state, return_surprise)
         frame = None
         if mask is not None and not bool(mask.all()):
-            frame = make_frame(x.shape[1], mask, torch.zeros_like(state.position), max(1, x.shape[1]), None)
+            frame = make_frame(x.shape[1], mask, 0, x.shape[1], None)
             x = frame.put(x.unsqueeze(1)).squeeze(1)
             mask = frame.live if frame.live is not None else x.new_ones(x.shape[:2], dtype=torch.bool)
         else:
@@ -335,7 +336,8 @@ class NeuralMemory(nn.Module):
         """A long stretch without a graph, in blocks that stay in the cache: any split gives the same."""
         outputs, surprises = [], []
         start = 0
-        size = BLOCK - int(state.position[0]) % BLOCK  # ends on the chunk grid
+        position = state.position if isinstance(state.position, int) else int(state.position[0])
+        size = BLOCK - position % BLOCK  # ends on the chunk grid
         while start < x.shape[1]:
             y, state, *surprise = self.forward(x[:, start : start + size], state, None, return_surprise)
             outputs.append(y)
@@ -444,7 +446,7 @@ class NeuralMemory(nn.Module):
         conv: tuple[Tensor, ...] = ()
         if self.conv is not None:
             kernel, before = self.conv.to(qkv.dtype), past[0].to(qkv.dtype)
-            conv = (last_inputs(before, qkv, mask),)
+            conv = (last_inputs(before, qkv, mask).clone(),)  # a view would keep all of qkv alive
         q, k, v = project_heads(qkv, before, kernel, self.heads, self._lengths).unbind(0)
         return q, k, v, conv
 

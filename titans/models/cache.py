@@ -282,9 +282,11 @@ def _leaves(path: str, value: Any) -> Iterator[tuple[str, Tensor | int]]:
 
 
 def _types(path: str, value: Any) -> Iterator[tuple[str, str]]:
-    """What is not a tensor: the class of each state, the length of each tuple."""
+    """What is not a tensor: the class of each state, the length of each tuple, a word after a colon."""
     if is_dataclass(value):
         yield path, type(value).__name__
+    elif isinstance(value, str):
+        yield path, f":{value}"
     elif isinstance(value, tuple):
         yield path, str(len(value))
     for name, part in _parts(value):
@@ -296,13 +298,15 @@ def _build(path: str, types: Mapping[str, str], tensors: Mapping[str, Tensor]) -
     kind = types.get(path)
     if kind is None:
         return tensors.get(path)
+    if kind.startswith(":"):
+        return kind[1:]
     if kind not in TYPES:
         return tuple(_build(f"{path}.{index}", types, tensors) for index in range(int(kind)))
     parts = {f.name: _build(f"{path}.{f.name}", types, tensors) for f in fields(TYPES[kind])}
     if kind == "MemoryState" and parts["anchor"] is None:
         parts["anchor"] = parts["weights"]
-    if isinstance(parts.get("length"), Tensor):
-        parts["length"] = aligned(parts["length"])
+    for name in parts.keys() & {"length", "position"}:
+        parts[name] = aligned(parts[name])
     return TYPES[kind](**parts)
 
 

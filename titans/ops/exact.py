@@ -115,8 +115,7 @@ def _solvable(rule: FlatRule, tile: Tile) -> bool:
 
 
 def _guess(rule: FlatRule, tile: Tile, keys: Keys) -> Tensors:
-    deltas = keys.deltas[:-1] if _solvable(rule, tile) else keys.deltas
-    return tuple(finite(x) for x in (*deltas, keys.step))
+    return *(keys.deltas[:-1] if _solvable(rule, tile) else keys.deltas), finite(keys.step)
 
 
 def _change(old: Tensors, new: Tensors) -> Tensor:
@@ -179,14 +178,13 @@ def _sweep(rule: FlatRule, weights: list[_Weights], tile: Tile, past: _Past, gue
     else:
         step = tile.step
     applied = past.products * step.unsqueeze(1)
-    output = _last_layer(rule, tile, z, (squares * applied).tril(-1), guess, deep=depth > 1)
+    output = _last_layer(rule, tile, z, squares * applied, guess, deep=depth > 1)
 
     deltas = [output.delta]
     for layer in range(depth - 1, 0, -1):
         delta, hidden = deltas[-1], weights[layer].hidden
         back = _blend(past, torch.bmm(delta, weights[layer].backward), hidden)
-        by = (torch.bmm(delta, delta.mT) * applied).tril(-1)
-        back = torch.baddbmm(back, by, inputs[layer][..., :hidden], alpha=-1)
+        back = torch.baddbmm(back, torch.bmm(delta, delta.mT) * applied, inputs[layer][..., :hidden], alpha=-1)
         deltas.append(_tame(back) * slopes[layer - 1])
     return finish_keys(rule, tile, tuple(inputs), tuple(reversed(deltas)), output)
 
@@ -198,21 +196,26 @@ def _tame(x: Tensor) -> Tensor:
 
 def _last_layer(rule: FlatRule, tile: Tile, z: Tensor, system: Tensor, guess: Tensors | None, deep: bool) -> Output:
     """The loss and its gradients, given what the tile's first state says (z) and how tokens act on later ones."""
+    output = output_error(rule, z, tile)
     if not _solvable(rule, tile):  # swept like the other layers
         if guess is not None:
-            z = torch.baddbmm(z, system, guess[-2], alpha=-1)
-        return output_error(rule, z, tile)
-    output = output_error(rule, z, tile)
+            output = output_error(rule, torch.baddbmm(z, system.tril(-1), guess[-2], alpha=-1), tile)
+        return output._replace(delta=_let_in(_tame(output.delta), tile))
     if not rule.squared:
         if rule.surprise:
-            output = output_error(rule, torch.baddbmm(z, system, output.delta, alpha=-1), tile)
-        return output
+            output = output_error(rule, torch.baddbmm(z, system.tril(-1), output.delta, alpha=-1), tile)
+        return output._replace(delta=_let_in(_tame(output.delta), tile)) if deep else output
     # (I + system) delta = the error that the tile's first state alone would make
     delta = torch.linalg.solve_triangular(system, output.delta, upper=False, unitriangular=True)
     if deep:
-        given = torch.isnan(tile.k).any(-1, keepdim=True) | torch.isnan(tile.v).any(-1, keepdim=True)
-        delta = _tame(delta).masked_fill(given, float("nan"))  # a NaN that was let in stays one
+        delta = _let_in(_tame(delta), tile)
     return Output(delta, delta, delta.square().sum(-1) if rule.surprise else None)
+
+
+def _let_in(delta: Tensor, tile: Tile) -> Tensor:
+    """A NaN that the caller let in stays one."""
+    given = torch.isnan(tile.k).any(-1, keepdim=True) | torch.isnan(tile.v).any(-1, keepdim=True)
+    return delta.masked_fill(given, float("nan"))
 
 
 def _implicit(

@@ -145,11 +145,11 @@ def _run(
         flat = tuple(w + r for w, r in zip(group, home, strict=True)) if home else group
         return tuple(w.unflatten(0, (batch, heads)) for w in flat)
 
-    norm, parameter, live = network.norm, rule.loss.parameter, frame.live
+    norm, parameter, live = network.norm, rule.loss.parameter, frame.living(batch, state.weights[0])
     flat_tokens = FlatTokens(
         *(put(x) for x in tokens[:5]),  # type: ignore[arg-type, call-arg]
         put(tokens.eta, 1.0),
-        None if live is None else live.to(dtype).repeat_interleave(heads, 0),
+        None if live is None else live.repeat_interleave(heads, 0),
         None if norm is None else torch.stack([x.to(dtype) for x in norm], 1).repeat(batch, 1, 1),
         torch.cat([r.flatten(1) for r in home], dim=1) if home else None,
         None if parameter is None else _broadcast(parameter.to(dtype), batch, heads).flatten(0, 1),
@@ -174,6 +174,7 @@ def _run(
         momentum=tuple(w.unflatten(0, (batch, heads)) for w in flat.momentum) or state.momentum,
         anchor=back(flat.anchor) if flat.anchor else weights,
         position=frame.position,
+        rule=rule.grid,
         gram=None if flat.gram is None else flat.gram.unflatten(0, (batch, heads)),
     )
     y, *found = (frame.take(x.unflatten(0, (batch, heads))) for x in outputs)

@@ -17,13 +17,13 @@ class Frame:
 
     Attributes:
         left: dead slots before the first token, if that is the same for every sequence.
-        live: (batch, slots) bool, or None if every slot holds a token.
+        live: (batch, slots) bool, whether a slot holds a token; None like ``source``.
         source: (batch, slots), which token a slot holds; None if tokens only have to be shifted by ``left``.
         slot: (batch, time), where a token went; None like ``source``.
         present: the mask of the call, None like ``source``.
         ends: for each tile, whether a sequence stands at a boundary of the grid after it: True (all do), None (none
             does) or a (batch,) bool tensor.
-        position: the positions after the call.
+        position: the position after the call, one number or one per sequence.
     """
 
     tile: int
@@ -35,7 +35,16 @@ class Frame:
     slot: Tensor | None
     present: Tensor | None
     ends: tuple[bool | Tensor | None, ...]
-    position: Tensor
+    position: int | Tensor
+
+    def living(self, batch: int, like: Tensor) -> Tensor | None:
+        """(batch, slots), 1 where a slot holds a token and 0 elsewhere, of the kind of ``like``; None: all do."""
+        if self.live is not None:
+            return self.live.to(like.dtype)
+        right = self.tile * self.tiles - self.left - self.time
+        if not self.left and not right:
+            return None
+        return F.pad(like.new_ones(batch, self.time), (self.left, right))
 
     def put(self, x: Tensor, dead: float | None = None) -> Tensor:
         """(batch, heads, time, ...) -> (batch, heads, slots, ...); dead slots hold ``dead``, or anything."""
@@ -61,18 +70,26 @@ class Frame:
         return torch.where(self.present.view(len(self.slot), 1, self.time, *(1,) * (y.ndim - 3)), y, 0)
 
 
-def make_frame(time: int, mask: Tensor | None, position: Tensor, tile: int, period: int | None) -> Frame:
+def make_frame(time: int, mask: Tensor | None, position: int | Tensor, tile: int, period: int | None) -> Frame:
     """A frame for ``time`` >= 1 tokens.
 
     Args:
         mask: (batch, time) bool, False for tokens to drop, or None.
-        position: (batch,), tokens since the last boundary of the grid.
+        position: tokens since the last boundary of the grid: one number, or (batch,).
         tile: slots of a tile; if there is a period, a divisor of it.
         period: a boundary comes every ``period`` tokens; None: there are none, and positions do not matter.
     """
-    starts = position.tolist() if period is not None else [0] * len(position)
     if mask is not None and bool(mask.all()):
         mask = None
+    # what is the same for all sequences is one number on the host, and one row stands for all of them
+    starts = [position] if isinstance(position, int) else position.tolist()
+    if mask is not None:
+        starts = starts * len(mask) if isinstance(position, int) else starts
+        device = mask.device
+    elif isinstance(position, Tensor):
+        device = position.device
+    if period is None:
+        starts = [0] * len(starts)
     counts = [time] * len(starts) if mask is None else mask.sum(1).tolist()
     totals = [start + count for start, count in zip(starts, counts, strict=True)]
 
@@ -95,25 +112,20 @@ def make_frame(time: int, mask: Tensor | None, position: Tensor, tile: int, peri
         if all(flags):
             ends.append(True)
         else:
-            ends.append(torch.tensor(flags, device=position.device) if any(flags) else None)
-    new_position = position
+            ends.append(torch.tensor(flags, device=device) if any(flags) else None)
     if period is not None:
-        new_position = torch.tensor([total % period for total in totals], device=position.device)
+        after = [total % period for total in totals]
+        position = after[0] if len(set(after)) == 1 else torch.tensor(after, device=device)
 
     if mask is None and len(set(offsets)) == 1:
-        left = offsets[0]
-        live = None
-        if left or left + time < tiles * tile:
-            slots = torch.arange(tiles * tile, device=position.device)
-            live = ((slots >= left) & (slots < left + time)).expand(len(starts), -1)
-        return Frame(tile, tiles, time, left, live, None, None, None, tuple(ends), new_position)
+        return Frame(tile, tiles, time, offsets[0], None, None, None, None, tuple(ends), position)
 
-    present = mask if mask is not None else torch.ones(len(starts), time, dtype=torch.bool, device=position.device)
-    offset = torch.tensor(offsets, device=position.device).unsqueeze(1)
-    count = torch.tensor(counts, device=position.device).unsqueeze(1)
+    present = mask if mask is not None else torch.ones(len(starts), time, dtype=torch.bool, device=device)
+    offset = torch.tensor(offsets, device=device).unsqueeze(1)
+    count = torch.tensor(counts, device=device).unsqueeze(1)
     order = torch.argsort((~present).to(torch.int8), dim=1, stable=True)
-    rank = torch.arange(tiles * tile, device=position.device) - offset
+    rank = torch.arange(tiles * tile, device=device) - offset
     source = order.gather(1, rank.clamp(0, time - 1))
     live = (rank >= 0) & (rank < count)
     slot = (present.cumsum(1) - 1).clamp(min=0) + offset
-    return Frame(tile, tiles, time, 0, live, source, slot, present, tuple(ends), new_position)
+    return Frame(tile, tiles, time, 0, live, source, slot, present, tuple(ends), position)

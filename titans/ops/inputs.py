@@ -48,12 +48,13 @@ def check_inputs(rule: Rule, tokens: Tokens, state: MemoryState) -> None:
             f"rest has shapes {[tuple(r.shape) for r in rest]}; "
             f"expected those of the weights, {[tuple(w.shape) for w in state.weights]}"
         )
-    if rule.period is not None:
-        check_position(state, rule.period)
+    _check_position(rule, state)
 
 
 def check_values_of(tokens: Tokens) -> None:
-    """Raises a ``ValueError`` for numbers that are not finite, and for gates outside [0, 1]."""
+    """Raises a ``ValueError`` for numbers that are not finite, and for gates outside [0, 1]; not while compiling."""
+    if torch.compiler.is_compiling():
+        return
     given = tokens._asdict()
     del given["mask"]
     for name, numbers in given.items():
@@ -66,18 +67,25 @@ def check_values_of(tokens: Tokens) -> None:
                 raise ValueError(f"{name} has values from {low:.4g} to {high:.4g}; expected them in [0, 1]")
 
 
-def check_position(state: MemoryState, period: int) -> None:
-    """Raises a ``ValueError`` if the state stands beyond a chunk of ``period`` tokens."""
-    if bool((state.position >= period).any()):
+def _check_position(rule: Rule, state: MemoryState) -> None:
+    """A state inside a chunk must come from a rule with the same chunks."""
+    position = state.position
+    if isinstance(position, Tensor):  # sequences at places of their own: the host has to look
+        position = int(position.max())
+    if position and state.rule not in (None, rule.grid):
+        raise ValueError(f"state stands inside a chunk of a memory with {state.rule}; expected {rule.grid}")
+    if rule.period is not None and position >= rule.period:
         raise ValueError(
-            f"state stands at token {int(state.position.max())} of its open chunk; expected less than {period}: "
+            f"state stands at token {position} of its open chunk; expected less than {rule.period}: "
             "it comes from a memory with a larger chunk"
         )
 
 
 def check_finite(name: str, x: Tensor) -> None:
-    """Raises a ``ValueError`` that says where the first NaN or infinity stands."""
-    if bool(torch.isfinite(x.detach().sum())):  # one cheap pass; a sum that overflows is looked at more closely
+    """Raises a ``ValueError`` that says where the first NaN or infinity stands; not in a graph that is compiled."""
+    if torch.compiler.is_compiling() or bool(
+        torch.isfinite(x.detach().sum())
+    ):  # one cheap pass; a sum that overflows is looked at more closely
         return
     bad = torch.nonzero(~torch.isfinite(x.detach()))
     if len(bad):
@@ -113,6 +121,8 @@ def _check_state(state: MemoryState, q: Tensor, v: Tensor, network: object) -> N
                 f"state.{name} is {_described(group)}; expected shapes, dtype and device of the weights, "
                 f"{_described(state.weights)}"
             )
+    if first.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"state has dtype {first.dtype}; expected float32 or float64")
     if len({(w.dtype, w.device) for w in state.weights}) > 1:
         raise ValueError(f"state.weights is {_described(state.weights)}; expected one dtype and one device")
     square = (*first.shape[:2], q.shape[-1], q.shape[-1])

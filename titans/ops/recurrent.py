@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from titans.ops.rule import Rule, Tokens
-from titans.ops.state import MemoryState, Surprise
+from titans.ops.state import MemoryState, Surprise, aligned
 
 TINY = 1e-15  # added to squared norms before they are divided by: its own square still fits into float32
 ROOT_TINY = 1e-30  # added under the surprise's square root, so that it has a slope at 0
@@ -24,7 +24,7 @@ def run_definition(rule: Rule, tokens: Tokens, state: MemoryState) -> tuple[Tens
     retention = rule.retention
     if retention.to is not None:
         retention = replace(retention, to=tuple(r.to(dtype) for r in retention.to))
-    weights, momentum, anchor, position = state.weights, state.momentum, state.anchor, state.position
+    weights, momentum, anchor, position = state.weights, state.momentum, state.anchor, state.positions
     gram = state.gram if state.gram is not None else k.new_zeros(*k.shape[:2], k.shape[-1], k.shape[-1])
     present = torch.ones_like(q[:, 0, :, 0], dtype=torch.bool) if tokens.mask is None else tokens.mask
     q, k, v = (torch.where(present[:, None, :, None], x, 0) for x in (q, k, v))
@@ -82,7 +82,8 @@ def run_definition(rule: Rule, tokens: Tokens, state: MemoryState) -> tuple[Tens
         weights=weights,
         momentum=momentum,
         anchor=_where(starts, weights, anchor),
-        position=position,
+        position=aligned(position),
+        rule=rule.grid,
         gram=torch.where(starts, 0, gram) if rule.bounded and chunk_size > 1 else state.gram,
     )
     surprise = Surprise(torch.sqrt(torch.stack(norms, dim=-1) + ROOT_TINY), torch.stack(losses, dim=-1))

@@ -61,6 +61,13 @@ class Rule:
             return None
         return self.guard_every or self.chunk_size or 1
 
+    @property
+    def grid(self) -> str:
+        """What two rules must have in common for a state inside a chunk of one to make sense to the other."""
+        chunk = self.chunk_size or 1
+        words = [f"chunk_size={chunk}", *(["bounded"] if self.bounded and chunk > 1 else [])]
+        return ", ".join([*words, *([f"guard_every={self.period}"] if self.period not in (None, chunk) else [])])
+
 
 class Tokens(NamedTuple):
     """What a memory reads: queries, keys and values (batch, heads, time, width), and their gates.

@@ -32,18 +32,22 @@ class MemoryState:
         weights: M, one (batch, heads, out, in) tensor a layer.
         momentum: S, same shapes.
         anchor: the weights at the start of the open chunk, where its gradients are taken.
-        position: (batch,) int64, how many tokens of the open chunk each sequence has seen.
+        position: how many tokens of the open chunk have been seen: a number if that is the same for all sequences, else
+            (batch,) int64.
         gram: (batch, heads, width, width), sum of the outer products of the open chunk's unit keys, or None: what the
             bounded chunked rule needs to know of the tokens before (see ``docs/math.md``, Bounds).
         conv: the last inputs of ``NeuralMemory``'s convolutions, (batch, kernel - 1, channels) each; empty for the ops.
+        rule: what chunks the rule has that left the state (``Rule.grid``), None for any: inside a chunk a state makes
+            sense to the same rule only.
     """
 
     weights: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...]
     anchor: tuple[Tensor, ...]
-    position: Tensor
+    position: int | Tensor = 0
     gram: Tensor | None = None
     conv: tuple[Tensor, ...] = ()
+    rule: str | None = None
 
     @classmethod
     def create(cls, weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = None) -> MemoryState:
@@ -65,30 +69,37 @@ class MemoryState:
                 f"momentum has shapes {[tuple(m.shape) for m in momentum]}; "
                 f"expected those of the weights, {[tuple(w.shape) for w in weights]}"
             )
-        position = torch.zeros(weights[0].shape[0], dtype=torch.int64, device=weights[0].device)
-        return cls(weights, momentum, weights, position)
+        return cls(weights, momentum, weights)
 
     @property
     def batch_size(self) -> int:
         """How many sequences the state holds."""
         return self.weights[0].shape[0]
 
+    @property
+    def positions(self) -> Tensor:
+        """``position`` of each sequence, (batch,) int64."""
+        if isinstance(self.position, Tensor):
+            return self.position
+        return torch.full((self.batch_size,), self.position, device=self.weights[0].device)
+
     def map(self, function: Callable[[Tensor], Tensor]) -> MemoryState:
-        """A state with ``function`` applied to every tensor, ``position`` included."""
+        """A state with ``function`` applied to every tensor, a ``position`` of each sequence included."""
         weights = tuple(function(w) for w in self.weights)
         anchor = weights if self.anchor is self.weights else tuple(function(w) for w in self.anchor)
         return MemoryState(
             weights=weights,
             momentum=tuple(function(w) for w in self.momentum),
             anchor=anchor,
-            position=function(self.position),
+            position=self.position if isinstance(self.position, int) else function(self.position),
             gram=None if self.gram is None else function(self.gram),
             conv=tuple(function(c) for c in self.conv),
+            rule=self.rule,
         )
 
     def detach(self) -> MemoryState:
-        """The same values, cut off from the graph: where truncated backpropagation through time ends."""
-        return self.map(Tensor.detach)
+        """A copy, cut off from the graph: where truncated backpropagation through time ends."""
+        return self.map(lambda x: x.detach() if _is_one_number(x) else x.detach().clone())
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MemoryState:
         """The state on another device or in another floating dtype."""
@@ -107,9 +118,7 @@ class MemoryState:
         """This state in the sequences where ``rows`` (batch,) bool is True, and ``other`` in the rest."""
 
         def choose(mine: Tensor, theirs: Tensor) -> Tensor:
-            if (
-                not any(mine.stride()) and not any(theirs.stride()) and mine.numel()
-            ):  # one number stands for all of them
+            if _is_one_number(mine) and _is_one_number(theirs):
                 return theirs
             return torch.where(rows.view(-1, *(1,) * (mine.ndim - 1)), mine, theirs.to(mine.dtype))
 
@@ -117,6 +126,7 @@ class MemoryState:
             return tuple(choose(a, b) for a, b in zip(mine, theirs, strict=True))
 
         weights = each(self.weights, other.weights)
+        same = self.position if isinstance(self.position, int) and isinstance(other.position, int) else None
         whole = self.anchor is self.weights and other.anchor is other.weights
         gram, gram_other = self.gram, other.gram
         if gram is None and gram_other is not None:
@@ -127,9 +137,10 @@ class MemoryState:
             weights=weights,
             momentum=each(self.momentum, other.momentum),
             anchor=weights if whole else each(self.anchor, other.anchor),
-            position=choose(self.position, other.position),
+            position=same if same is not None and same == other.position else choose(self.positions, other.positions),
             gram=None if gram is None or gram_other is None else choose(gram, gram_other),
             conv=each(self.conv, other.conv),
+            rule=self.rule or other.rule,
         )
 
     @classmethod
@@ -145,9 +156,10 @@ class MemoryState:
             weights=weights,
             momentum=join([s.momentum for s in states]),
             anchor=weights if whole else join([s.anchor for s in states]),
-            position=torch.cat([s.position for s in states]),
+            position=aligned(torch.cat([s.positions for s in states])),
             gram=concatenate_or_zero([s.gram for s in states], [s.batch_size for s in states]),
             conv=join([s.conv for s in states]),
+            rule=next((s.rule for s in states if s.rule is not None), None),
         )
 
     def norms(self) -> dict[str, Tensor]:
@@ -159,7 +171,7 @@ class MemoryState:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the state as one safetensors file, under a temporary name first."""
-        tensors = {"position": self.position}
+        tensors = {"position": self.positions}
         groups = {"weights": self.weights, "momentum": self.momentum, "conv": self.conv}
         if self.anchor is not self.weights:
             groups["anchor"] = self.anchor
@@ -167,13 +179,14 @@ class MemoryState:
             tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(group)}
         if self.gram is not None:
             tensors["gram"] = self.gram
-        write_tensors(path, tensors, {"format": FORMAT, "version": VERSION})
+        rule = {} if self.rule is None else {"rule": self.rule}
+        write_tensors(path, tensors, {"format": FORMAT, "version": VERSION, **rule})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> MemoryState:
         """Reads a state written by :meth:`save`; a ``ValueError`` says what is wrong with any other file."""
         target = Path(path)
-        tensors, _ = read_tensors(target, device, FORMAT, VERSION, "memory state")
+        tensors, words = read_tensors(target, device, FORMAT, VERSION, "memory state")
 
         def group(name: str) -> tuple[Tensor, ...]:
             count = sum(key.startswith(f"{name}.") for key in tensors)
@@ -188,7 +201,7 @@ class MemoryState:
             if anchor and [a.shape for a in anchor] != [w.shape for w in state.weights]:
                 raise ValueError("anchor and weights have different shapes")
             position = tensors.get("position")
-            if position is None or position.shape != state.position.shape or position.dtype != torch.int64:
+            if position is None or position.shape != (state.batch_size,) or position.dtype != torch.int64:
                 raise ValueError("position is missing or has the wrong shape")
             if bool((position < 0).any()):
                 raise ValueError("position is negative")
@@ -202,10 +215,22 @@ class MemoryState:
         return replace(
             state,
             anchor=anchor or state.weights,
-            position=position,
+            position=aligned(position),
             gram=gram,
             conv=conv,
+            rule=words.get("rule"),
         )
+
+
+def aligned(positions: Tensor) -> int | Tensor:
+    """One number for all sequences where they agree; the host waits for the device to find out."""
+    found = set(positions.tolist()) or {0}
+    return found.pop() if len(found) == 1 else positions
+
+
+def _is_one_number(x: Tensor) -> bool:
+    """Whether one number stands for all of a tensor, as zero does for the momentum of a memory without."""
+    return x.numel() > 0 and not any(x.stride())
 
 
 def concatenate_or_zero(parts: Sequence[Tensor | None], sizes: Sequence[int]) -> Tensor | None:
