@@ -465,7 +465,8 @@ static void split_parts(const Settings *s, Work *w, REAL *const *state, REAL *co
         if (w->momentum) a->part[1] = momenta[l];
         if (in->rest) {
             const REAL *rest = a->part[w->parts - 1] = in->rest[l] + row * weight;
-            for (size_t i = 0; i < weight; i++) a->away[i] = state[l][i] - rest[i];
+            REAL *restrict away = a->away;
+            for (size_t i = 0; i < weight; i++) away[i] = state[l][i] - rest[i];
             a->part[AWAY] = a->away;
         }
     }
@@ -609,9 +610,22 @@ static void ask_before(Work *w, int t, int n, int m, const REAL *vector, const R
     row_product(m, t, plain(row, BLOCK), steps, m, to, 0);
 }
 
+/* What titans_exact left; clipped may be NULL. */
+typedef struct {
+    REAL *const *weights, *const *momenta;
+    const REAL *trace;
+    const unsigned char *clipped;
+} Saved;
+
+/* Gradients of what came out, and of the tokens; gradient, loss, alpha and eta may be NULL. */
+typedef struct {
+    const REAL *y, *gradient, *loss;
+    REAL *q, *k, *v, *step, *alpha, *eta;
+} Gradients;
+
 /* One token's gradient: from the adjoints of what it writes to z_bar and back_bar. */
 static void token_back(const Settings *s, const Inputs *in, Work *w, int t, size_t token, const REAL *z,
-                       const REAL *grad_gradient, const REAL *grad_loss, REAL *grad_k, REAL *grad_v, REAL *grad_step) {
+                       const Gradients *g) {
     int depth = s->depth, W = w->widest;
     Layer *top = &w->layers[depth - 1];
     REAL step_bar = 0, kappa_bar = 0, total_bar = 0, value_bar = 0, total = w->total[t], kappa = w->kappa[t];
@@ -630,17 +644,17 @@ static void token_back(const Settings *s, const Inputs *in, Work *w, int t, size
         for (int o = 0; o < a->out; o++) delta_bar[o] = written * to_x[o];
         for (int i = 0; i < a->in; i++) x_bar[i] = l ? written * to_delta[i] : 0;
     }
-    grad_step[token] = s->bounded ? step_bar / (1 + kappa) : step_bar;
+    g->step[token] = s->bounded ? step_bar / (1 + kappa) : step_bar;
     if (s->bounded) kappa_bar = -step_bar * w->step[t] / (1 + kappa);
-    if (grad_gradient) {
-        kappa_bar += grad_gradient[token] * total;
-        total_bar += grad_gradient[token] * kappa;
+    if (g->gradient) {
+        kappa_bar += g->gradient[token] * total;
+        total_bar += g->gradient[token] * kappa;
     }
-    if (grad_loss) {
+    if (g->loss) {
         if (s->squared)
-            total_bar += grad_loss[token];
+            total_bar += g->loss[token];
         else
-            value_bar = grad_loss[token]; /* of the loss -<m, v> */
+            value_bar = g->loss[token]; /* of the loss -<m, v> */
     }
     if (kappa_bar != 0) {
         REAL share = kappa_bar / (total + TINY), below = 0;
@@ -673,15 +687,18 @@ static void token_back(const Settings *s, const Inputs *in, Work *w, int t, size
     }
     /* back through the forward pass */
     REAL *error = top->delta + (size_t)t * top->out, *error_bar = w->delta_bar + W * (depth - 1);
-    REAL *key_bar = grad_k + token * s->width_in;
+    REAL *key_bar = g->k + token * s->width_in, *restrict value_grad = g->v + token * s->width_out;
+    REAL *restrict z_bar = top->z_bar + (size_t)t * top->out;
     const REAL *key = in->k + token * s->width_in;
+    add(top->out, 2 * total_bar, error, error_bar);
     for (int o = 0; o < top->out; o++) {
-        REAL bar = error_bar[o] + 2 * total_bar * error[o], output = s->squared ? bar : value_bar * error[o];
-        top->z_bar[(size_t)t * top->out + o] = output;
-        grad_v[token * s->width_out + o] = -bar - (s->squared ? 0 : value_bar * (s->residual ? z[o] + key[o] : z[o]));
-        if (s->residual) key_bar[o] = output;
+        z_bar[o] = s->squared ? error_bar[o] : value_bar * error[o];
+        value_grad[o] = -error_bar[o];
     }
-    if (!s->residual) memset(key_bar, 0, s->width_in * sizeof(REAL));
+    if (value_bar != 0)
+        for (int o = 0; o < top->out; o++) value_grad[o] -= value_bar * (s->residual ? z[o] + key[o] : z[o]);
+    memset(key_bar, 0, s->width_in * sizeof(REAL));
+    if (s->residual) add(top->out, 1, z_bar, key_bar);
     for (int l = depth - 1; l > 0; l--) {
         Layer *a = &w->layers[l], *lower = a - 1;
         REAL *x_bar = w->x_bar + W * l, *x = a->x + (size_t)t * a->in;
@@ -820,6 +837,89 @@ static void advance(const Settings *s, const Work *w, const Inputs *in, int row,
     }
 }
 
+static int clipped_before(const Settings *s, const Saved *saved, int row, int t) {
+    return saved->clipped && t % s->tile == 0 && saved->clipped[(size_t)row * (s->tokens / s->tile) + t / s->tile - 1];
+}
+
+/* The tokens from first to stop, from the state before them; adjoints of the state are changed in place. */
+static void block_back(const Settings *s, const Inputs *in, const Saved *saved, const Gradients *g, int row, int first,
+                       int stop, REAL *const *weights, REAL *const *momenta, Work *w) {
+    size_t start = (size_t)row * s->tokens + first;
+    int width = trace_width(s, in), z = 0;
+    for (int l = 0; l + 1 < s->depth; l++) z += in->outs[l];
+    split_parts(s, w, weights, momenta, in, row);
+    memset(w->meets, 0, BLOCK * (BLOCK + 1) * sizeof(REAL));
+    memset(w->from_away, 0, sizeof w->from_away);
+    memset(w->from_momentum, 0, sizeof w->from_momentum);
+    memset(w->last_w, 0, sizeof w->last_w);
+    memset(w->last_m, 0, sizeof w->last_m);
+    w->momentum_last = 0;
+    reads_back(s, w, start, g->y, g->q);
+    for (int t = stop - first - 1; t >= 0; t--)
+        token_back(s, in, w, t, start + t, saved->trace + (start + t) * width + z, g);
+    keys_back(s, w, start, g->k);
+    gates_back(s, w, start, g->alpha, g->eta);
+    state_back(s, w);
+}
+
+/* The tokens of a row between two kept states, block after block; blocks end where the guard clipped. */
+static int segment_back(const Settings *s, const Inputs *in, const Saved *saved, const Gradients *g, int row,
+                        int segment, Work *w) {
+    int depth = s->depth, segments = (s->tokens + s->segment - 1) / s->segment, blocks = 0, clips = 0;
+    int first = segment * s->segment, last = first + s->segment < s->tokens ? first + s->segment : s->tokens;
+    int *stops = malloc((last - first) * sizeof(int));
+    if (!stops) return 1;
+    for (int t = first + 1, start = first; t <= last; t++) {
+        int clipped = clipped_before(s, saved, row, t);
+        clips += clipped;
+        if (clipped || t - start == BLOCK || t == last) stops[blocks++] = start = t;
+    }
+    /* the state before every block, and one after it */
+    size_t total = 0;
+    for (int l = 0; l < depth; l++) total += (size_t)in->outs[l] * in->ins[l];
+    REAL *states = blocks + clips > 1 ? malloc(total * 2 * blocks * sizeof(REAL)) : NULL;
+    REAL *(*weights)[depth] = malloc((blocks + 1) * 2 * sizeof *weights), *(*momenta)[depth] = weights + blocks + 1;
+    if (!weights || (blocks + clips > 1 && !states)) {
+        free(stops), free(states), free(weights);
+        return 1;
+    }
+    size_t base = (size_t)row * s->tokens, at = 0;
+    for (int l = 0; l < depth; l++) {
+        size_t size = (size_t)in->outs[l] * in->ins[l], from = ((size_t)row * segments + segment) * size;
+        weights[0][l] = saved->weights[l] + from;
+        momenta[0][l] = w->momentum ? saved->momenta[l] + from : NULL;
+        for (int i = 1; i <= blocks && states; i++) {
+            weights[i][l] = states + total * 2 * (i - 1) + at;
+            momenta[i][l] = weights[i][l] + total;
+        }
+        at += size;
+    }
+    for (int i = 0; i + 1 < blocks; i++) {
+        int start = i ? stops[i - 1] : first;
+        load_block(s, in, saved->trace, base + start, stops[i] - start, w);
+        advance(s, w, in, row, weights[i], momenta[i], weights[i + 1], momenta[i + 1]);
+        if (clipped_before(s, saved, row, stops[i]))
+            clip_state(s, in, row, weights[i + 1], w->momentum ? momenta[i + 1] : NULL);
+    }
+    for (int i = blocks - 1; i >= 0; i--) {
+        int start = i ? stops[i - 1] : first;
+        load_block(s, in, saved->trace, base + start, stops[i] - start, w);
+        if (clipped_before(s, saved, row, stops[i])) {
+            advance(s, w, in, row, weights[i], momenta[i], weights[i + 1], momenta[i + 1]);
+            for (int l = 0; l < depth; l++) {
+                Layer *a = &w->layers[l];
+                clip_rows_back(a->out, a->in, weights[i + 1][l], rest_row(in, l, row, 0), a->w_bar, a->rest_bar,
+                               (REAL)s->max_norm);
+                if (w->momentum)
+                    clip_rows_back(a->out, a->in, momenta[i + 1][l], NULL, a->m_bar, NULL, (REAL)s->max_norm);
+            }
+        }
+        block_back(s, in, saved, g, row, start, stops[i], weights[i], momenta[i], w);
+    }
+    free(stops), free(states), free(weights);
+    return 0;
+}
+
 /* Gradients of everything that went in. grad_weights, grad_momenta hold those of the final state on entry and those of
  * the initial state on exit; grad_rest is added to. saved_*, trace and clipped are what titans_exact left. grad_gradient
  * and grad_loss may be NULL. */
@@ -828,91 +928,31 @@ int titans_exact_backward(const Settings *s, const Inputs *in, REAL **saved_weig
                           const REAL *grad_gradient, const REAL *grad_loss, REAL **grad_weights, REAL **grad_momenta,
                           REAL *grad_q, REAL *grad_k, REAL *grad_v, REAL *grad_step, REAL *grad_alpha, REAL *grad_eta,
                           REAL **grad_rest) {
-    int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment;
-    size_t total = 0;
-    for (int l = 0; l < depth; l++) total += (size_t)in->outs[l] * in->ins[l];
-    int has_momentum = saved_momenta != NULL, tiles = s->tokens / s->tile;
-    REAL max_norm = (REAL)s->max_norm;
+    int failed = 0, segments = (s->tokens + s->segment - 1) / s->segment;
+    Saved saved = {saved_weights, saved_momenta, trace, clipped};
+    Gradients g = {grad_y, grad_gradient, grad_loss, grad_q, grad_k, grad_v, grad_step, grad_alpha, grad_eta};
 #ifdef _OPENMP
-#pragma omp parallel for num_threads(s->threads) schedule(static) if (s->threads > 1 && s->rows > 1)
+#pragma omp parallel num_threads(s->threads) if (s->threads > 1 && s->rows > 1)
 #endif
-    for (int r = 0; r < s->rows; r++) {
-        Work *w = open_work(s, in, has_momentum);
-        int *stops = malloc((s->segment + 1) * sizeof(int));
-        REAL *states = NULL;
-        size_t base = (size_t)r * s->tokens;
-        if (!w || !stops) failed = 1;
-        for (int l = 0; l < depth && !failed; l++) {
-            size_t size = (size_t)in->outs[l] * in->ins[l];
-            w->layers[l].w_bar = grad_weights[l] + r * size;
-            w->layers[l].m_bar = has_momentum ? grad_momenta[l] + r * size : NULL;
-            w->layers[l].rest_bar = in->rest ? grad_rest[l] + r * size : NULL;
+    {
+        Work *w = open_work(s, in, saved_momenta != NULL);
+#ifdef _OPENMP
+#pragma omp for schedule(static)
+#endif
+        for (int r = 0; r < s->rows; r++) {
+            int fine = w != NULL;
+            for (int l = 0; l < s->depth && fine; l++) {
+                Layer *a = &w->layers[l];
+                size_t at = (size_t)r * a->out * a->in;
+                a->w_bar = grad_weights[l] + at;
+                a->m_bar = saved_momenta ? grad_momenta[l] + at : NULL;
+                a->rest_bar = in->rest ? grad_rest[l] + at : NULL;
+            }
+            for (int segment = segments - 1; segment >= 0 && fine; segment--)
+                fine = !segment_back(s, in, &saved, &g, r, segment, w);
+            if (!fine) failed = 1;
         }
-        for (int segment = segments - 1; segment >= 0 && !failed; segment--) {
-            int first = segment * s->segment, stop = first + s->segment < s->tokens ? first + s->segment : s->tokens;
-            /* blocks end where the guard clipped */
-            int blocks = 0;
-            for (int t = first, start = first; t < stop; t++) {
-                int cut = clipped && (t + 1) % s->tile == 0 && clipped[(size_t)r * tiles + t / s->tile];
-                if (cut || t + 1 - start == BLOCK || t + 1 == stop) stops[blocks++] = start = t + 1;
-            }
-            REAL *room = realloc(states, total * 2 * (blocks + 1) * sizeof(REAL));
-            if (!room) {
-                failed = 1;
-                break;
-            }
-            states = room;
-            REAL *weights[blocks + 1][depth], *momenta[blocks + 1][depth];
-            for (int i = 0; i <= blocks; i++) {
-                REAL *to = states + total * 2 * i;
-                for (int l = 0; l < depth; to += (size_t)in->outs[l] * in->ins[l], l++)
-                    weights[i][l] = to, momenta[i][l] = to + total;
-            }
-            for (int l = 0; l < depth; l++) {
-                size_t size = (size_t)in->outs[l] * in->ins[l], from = ((size_t)r * segments + segment) * size;
-                weights[0][l] = saved_weights[l] + from;
-                if (has_momentum) momenta[0][l] = saved_momenta[l] + from;
-            }
-            for (int i = 0; i + 1 < blocks; i++) {
-                int start = i ? stops[i - 1] : first;
-                load_block(s, in, trace, base + start, stops[i] - start, w);
-                advance(s, w, in, r, weights[i], momenta[i], weights[i + 1], momenta[i + 1]);
-                if (clipped && stops[i] % s->tile == 0 && clipped[(size_t)r * tiles + stops[i] / s->tile - 1])
-                    clip_state(s, in, r, weights[i + 1], has_momentum ? momenta[i + 1] : NULL);
-            }
-            for (int i = blocks - 1; i >= 0; i--) {
-                int start = i ? stops[i - 1] : first, b = stops[i] - start;
-                load_block(s, in, trace, base + start, b, w);
-                if (clipped && stops[i] % s->tile == 0 && clipped[(size_t)r * tiles + stops[i] / s->tile - 1]) {
-                    advance(s, w, in, r, weights[i], momenta[i], weights[blocks], momenta[blocks]);
-                    for (int l = 0; l < depth; l++) {
-                        Layer *a = &w->layers[l];
-                        clip_rows_back(a->out, a->in, weights[blocks][l], rest_row(in, l, r, 0), a->w_bar, a->rest_bar,
-                                       max_norm);
-                        if (has_momentum)
-                            clip_rows_back(a->out, a->in, momenta[blocks][l], NULL, a->m_bar, NULL, max_norm);
-                    }
-                }
-                split_parts(s, w, weights[i], momenta[i], in, r);
-                memset(w->meets, 0, BLOCK * (BLOCK + 1) * sizeof(REAL));
-                memset(w->from_away, 0, sizeof w->from_away);
-                memset(w->from_momentum, 0, sizeof w->from_momentum);
-                memset(w->last_w, 0, sizeof w->last_w);
-                memset(w->last_m, 0, sizeof w->last_m);
-                w->momentum_last = 0;
-                reads_back(s, w, base + start, grad_y, grad_q);
-                for (int t = b - 1; t >= 0; t--) {
-                    size_t token = base + start + t;
-                    const REAL *z = trace + token * trace_width(s, in);
-                    for (int l = 0; l + 1 < depth; l++) z += in->outs[l];
-                    token_back(s, in, w, t, token, z, grad_gradient, grad_loss, grad_k, grad_v, grad_step);
-                }
-                keys_back(s, w, base + start, grad_k);
-                gates_back(s, w, base + start, grad_alpha, grad_eta);
-                state_back(s, w);
-            }
-        }
-        free(w), free(stops), free(states);
+        free(w);
     }
     return failed;
 }
