@@ -121,3 +121,10 @@ def test_sequences_at_different_places_go_the_long_way() -> None:
 def test_a_step_takes_one_token() -> None:
     with pytest.raises(ValueError, match="x has 2 tokens; expected 1"):
         memory().step(stream(2, 1))
+
+
+@torch.no_grad()
+def test_a_state_inside_a_chunk_of_another_rule_is_refused() -> None:
+    _, state = memory(**RULES["chunked"])(stream(3, 1))
+    with pytest.raises(ValueError, match="state stands inside a chunk of a memory with"):
+        memory(mode="chunked", chunk_size=6).step(stream(1, 1), state)

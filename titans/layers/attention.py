@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from titans.layers.norm import RMSNorm
 from titans.ops.attention import rotate_by, rotation, segment_attention, turning, window_attention
+from titans.ops.state import aligned
 
 PIECE = 2048  # tokens of a long sequence that are worked on at a time, so that they stay in the cache
 PIECE_WINDOWS = 4  # windows in a piece, at least
@@ -391,7 +392,7 @@ class SegmentAttention(_Attention):
         length: int | Tensor = state.length + x.shape[1]
         if mask is not None:
             length = aligned(state.lengths + mask.sum(1))
-        longest = length if isinstance(length, int) else int(length.max())
+        longest = int(length.max()) if isinstance(length, Tensor) else length
         if longest > self.segment_size:
             raise ValueError(
                 f"the segment would hold {longest} tokens; expected at most segment_size = {self.segment_size}: "
@@ -405,7 +406,7 @@ class SegmentAttention(_Attention):
         turn = rotation(_positions(state, x.shape[1]), self.head_dim, q.dtype)
         q, k = rotate_by(q, *turn), rotate_by(k, *turn)
         start = state.length
-        slots = start if isinstance(start, int) else state.k.shape[2]
+        slots = state.k.shape[2] if isinstance(start, Tensor) else start
 
         def write(old: Tensor, new: Tensor) -> Tensor:
             """The buffer with the new tokens at their places."""
@@ -436,17 +437,11 @@ class SegmentAttention(_Attention):
         self._check_state(state.length, buffers, x.shape[0], self.segment_size)
 
 
-def aligned(lengths: Tensor) -> int | Tensor:
-    """One number for all rows where they agree; the host waits for the device to find out."""
-    found = set(lengths.tolist())
-    return found.pop() if len(found) == 1 else lengths
-
-
 def _positions(state: _State, time: int) -> Tensor:
     """Where the new tokens stand: (time,), or (batch, time) where the rows differ."""
-    if isinstance(state.length, int):
-        return torch.arange(state.length, state.length + time, device=state.k.device)
-    return state.length.unsqueeze(1) + torch.arange(time, device=state.length.device)
+    if isinstance(state.length, Tensor):
+        return state.length.unsqueeze(1) + torch.arange(time, device=state.length.device)
+    return torch.arange(state.length, state.length + time, device=state.k.device)
 
 
 def _hide(x: Tensor, mask: Tensor) -> Tensor:

@@ -324,7 +324,7 @@ class MACBlock(Block):
         assert isinstance(state.attention, SegmentState)
         opened = state.attention
         used = opened.length
-        if mask is None and isinstance(used, int):  # all sequences stand at the same place
+        if mask is None and not isinstance(used, Tensor):  # all sequences stand at the same place
             # what depends on the stream alone is computed for all segments at once
             assert self.attention_norm is not None
             normed = self.attention_norm(x)
@@ -385,11 +385,12 @@ class MACBlock(Block):
             assert self.gate is not None and self.memory_norm is not None
             m, memory = self.memory(self.memory_norm(x), memory, mask)  # Eq. 24
             x = x + self.gate(x, m)  # Eq. 25
-        ended = attention.length == self.attention.segment_size
-        if ended is True:
-            attention = attention.reset()
-            start = () if memory is None else memory.weights
-        elif isinstance(ended, Tensor) and bool(ended.any()):
+        size, length = self.attention.segment_size, attention.length
+        if not isinstance(length, Tensor):
+            if length == size:
+                attention = attention.reset()
+                start = () if memory is None else memory.weights
+        elif bool((ended := length == size).any()):
             attention = attention.reset(ended)
             if memory is not None:
                 rows = ended.view(-1, 1, 1, 1)

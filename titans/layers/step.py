@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState, aligned
+from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState
 from titans.layers.blocks import (
     GATES,
     Block,
@@ -56,7 +56,7 @@ class MemoryStep:
     def __init__(self, memory: NeuralMemory, state: MemoryState, before: nn.RMSNorm | None = None) -> None:
         rule, writes = memory.rule(state), memory.writes
         network, chunk = memory.network, rule.chunk_size or 1
-        self._given = state
+        self._given = replace(state, rule=rule.grid)
         self._weights, self._conv = [_copy(w) for w in state.weights], [_copy(c) for c in state.conv]
         self._momentum = [_copy(s) for s in state.momentum] if memory.momentum and writes else []
         self._anchor = [_copy(w) for w in state.anchor] if chunk > 1 else []
@@ -75,7 +75,7 @@ class MemoryStep:
             dim=memory.dim, heads=memory.heads, width=memory.head_dim, depth=memory.depth,
             reach=max(0, memory.conv_kernel - 1), activation=ACTIVATION_CODES[network.activation],
             bias=network.bias, residual=network.residual, squared=isinstance(rule.loss, Squared),
-            bounded=rule.bounded, chunk=chunk, period=rule.period or 0, position=_place(state.position),
+            bounded=rule.bounded, chunk=chunk, period=rule.period or 0, position=state.position,
             gates=len(memory.gate_names), theta_row=rows.get("theta", -1), alpha_row=rows.get("alpha", -1),
             eta_row=rows.get("eta", -1), max_norm=rule.max_norm or 0, limit=INPUT_LIMIT if rule.bounded else 0,
             unit_eps=unit, value_eps=values, theta=step if writes else 0, eta_max=ETA_MAX,
@@ -102,7 +102,7 @@ class MemoryStep:
             weights=weights,
             momentum=tuple(self._momentum) or given.momentum,
             anchor=tuple(self._anchor) if is_open else weights,
-            position=position if isinstance(given.position, int) else torch.full_like(given.position, position),
+            position=position,
             gram=self._gram if is_open else None,
             conv=tuple(self._conv),
         )
@@ -279,7 +279,9 @@ def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
         and memory.sweeps is None
         and memory.gain is None
         and state.batch_size > 0
-        and isinstance(_place(state.position), int)
+        and isinstance(state.position, int)
+        and state.position < (rule.period or 1)
+        and state.rule in (None, rule.grid)
         and _takes(x, *memory.parameters(), *state.weights, *state.momentum, *state.conv)
     )
 
@@ -326,10 +328,6 @@ def _signature(block: nn.Module) -> list[Any]:
 def _ring_size(attention: WindowAttention | SegmentAttention) -> int:
     """How many tokens it looks at, itself included; 0: without end."""
     return attention.segment_size if isinstance(attention, SegmentAttention) else attention.window or 0
-
-
-def _place(position: int | Tensor) -> Any:
-    return position if isinstance(position, int) else aligned(position)
 
 
 def _copy(x: Tensor) -> Tensor:

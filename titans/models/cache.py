@@ -15,12 +15,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from titans.layers import BlockState, SegmentState, WindowState
-from titans.layers.attention import aligned
 from titans.layers.blocks import Block
 from titans.layers.step import BlockStep, is_intercepted, open_step, step_blocks
 from titans.models.configuration import TitansConfig
 from titans.ops import MemoryState
-from titans.ops.state import read_tensors, write_tensors
+from titans.ops.state import aligned, read_tensors, write_tensors
 
 FORMAT = "titans.TitansCache"
 VERSION = "2"

@@ -345,7 +345,7 @@ def segment_attention(
         values = _join(prefix_v, None if h_v is None else h_v[:, :, :used], v[:, :, :used])
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=visible)
 
-    if isinstance(start, int) and start + time == segment and time == 1:
+    if not isinstance(start, Tensor) and start + time == segment and time == 1:
         return attend(q, segment, None)  # the last place sees all
     if isinstance(start, Tensor) or start:
         return attend(q, segment, segment_visible(time, segment, prefix, start, q.device, history))
