@@ -259,6 +259,8 @@ class TitansCache(Cache):
 
 def _own(x: Tensor) -> Tensor:
     """x, or a copy of it where it is a view that would keep more alive."""
+    if torch.compiler.is_compiling():
+        return x.clone()  # no storage can be asked yet
     return x.clone() if x.untyped_storage().nbytes() > x.nbytes else x
 
 
