@@ -12,9 +12,9 @@ pytest.importorskip("transformers")
 from titans.bench import model as model_benchmark
 from titans.bench.model import (
     BASELINE,
+    COMPILE,
     CONTENDERS,
     DECODE,
-    MEASURES,
     OURS,
     PREFILL,
     REFERENCE_MAC,
@@ -51,6 +51,17 @@ INSTALLED = [
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
     return run_model_benchmark(TINY)
+
+
+@pytest.mark.slow
+def test_training_through_compile_is_timed_beside_training() -> None:
+    settings = dataclasses.replace(QUICK, only=("lmm",), layers=1, lengths=(16,), measures=(TRAIN, COMPILE))
+    report = run_model_benchmark(settings)
+    eager, compiled = report["results"]
+    assert (eager["graph_breaks"], compiled["graph_breaks"]) == (None, 0)
+    assert compiled["measure"] == COMPILE and compiled["tokens_per_second"] > 0
+    (table,) = next(section for section in sections(report) if section.title == "Training, compiled").tables
+    assert table.header[4:6] == ["/eager", "breaks"] and table.rows[0][5] == "0"
 
 
 class Echo(nn.Module):
@@ -127,7 +138,7 @@ def test_the_report_is_plain_json_and_has_every_figure(report: dict[str, Any]) -
     places = [(r["measure"], r["length"], r["contender"]) for r in report["results"]]
     assert places == [
         (measure, length, name)
-        for measure in MEASURES for length in TINY.lengths_of(measure) for name in ("mac", BASELINE)
+        for measure in TINY.measures for length in TINY.lengths_of(measure) for name in ("mac", BASELINE)
     ]  # fmt: skip
     for result in report["results"]:
         assert len(result["seconds"]) == TINY.repeats
@@ -262,8 +273,8 @@ def test_a_failed_probe_leaves_the_contender_out_from_there_on(monkeypatch: pyte
         ({"lengths": (1, 64)}, "lengths has 1; expected at least 2"),
         ({"decode_positions": (0,)}, "decode_positions has 0; expected at least 1"),
         ({"memory_mode": "quick"}, "memory_mode is 'quick': expected one of chunked, exact, recurrent"),
-        ({"measures": ()}, "measures is empty; expected some of train, prefill, decode"),
-        ({"measures": ("sleep",)}, "measures has 'sleep': expected one of train, prefill, decode"),
+        ({"measures": ()}, "measures is empty; expected some of train, prefill, decode, compile"),
+        ({"measures": ("sleep",)}, "measures has 'sleep': expected one of train, prefill, decode, compile"),
         ({"max_seconds": 0}, "max_seconds is 0; expected a positive number"),
         ({"max_memory": float("nan")}, "max_memory is nan; expected a positive number"),
         ({"only": ("rwkv",)}, "only has 'rwkv': expected one of lmm, mac"),
@@ -333,7 +344,7 @@ def _long_report(report: dict[str, Any]) -> dict[str, Any]:
             "contender": name, "length": length, "measure": measure, "seconds": [83.21], "best_seconds": 83.21,
             "median_seconds": 183.2, "tokens_per_second": 123456.7, "peak_growth_bytes": 12345 * 2**20,
         }
-        for measure in MEASURES for length in (512, 100_000) for name in CONTENDERS
+        for measure in TINY.measures for length in (512, 100_000) for name in CONTENDERS
     ]  # fmt: skip
     return report | {
         "results": results,

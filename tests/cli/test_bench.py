@@ -147,7 +147,7 @@ def test_a_quick_run_as_it_is(command: str, books: Path, tmp_path: Path) -> None
         (["model", "--dim", "10", "--heads", "3"], "dim is 10 and heads is 3; expected heads to divide dim"),
         (["model", "--decode-positions", ""], "--decode-positions takes whole numbers"),
         (["model", "--memory-mode", "quick"], "memory_mode is 'quick': expected one of"),
-        (["model", "--measures", "sleep"], "measures has 'sleep': expected one of train, prefill, decode"),
+        (["model", "--measures", "sleep"], "measures has 'sleep': expected one of train, prefill, decode, compile"),
         (["model", "--max-seconds", "-1"], "max_seconds is -1.0; expected a positive number"),
         (["stream", "--tokens", "5"], "tokens is 5; expected at least"),
         (["stream", "--only", "stream-exakt-1"], "only has 'stream-exakt-1': did you mean stream-exact-1?"),

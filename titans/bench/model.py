@@ -3,10 +3,10 @@
     titans bench model --out runs/bench-model
 
 Every contender has the same width and about the same number of parameters, and does the same work: training (forward
-and backward of the next-token loss), prefill (reading a prompt into a cache), and decoding token by token far into a
-sequence. Timings are interleaved: each round runs every contender once, so that a busy minute hits all of them. Peak
-memory is measured in a fresh process for every figure. Nothing is extrapolated: where a length did not run, there is
-no figure, and a sentence says why.
+and backward of the next-token loss), prefill (reading a prompt into a cache), decoding token by token far into a
+sequence, and, if asked for, training through torch.compile. Timings are interleaved: each round runs every contender
+once, so that a busy minute hits all of them. Peak memory is measured in a fresh process for every figure. Nothing is
+extrapolated: where a length did not run, there is no figure, and a sentence says why.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any
 
@@ -57,8 +57,8 @@ QUICK: dict[str, Any] = {
     "dim": 64, "layers": 2, "window": 32, "segment": 32, "lengths": (64, 128), "decode_positions": (32, 64),
     "decode_tokens": 4, "repeats": 1, "peak_memory": False,
 }  # fmt: skip
-TRAIN, PREFILL, DECODE = "train", "prefill", "decode"
-MEASURES = (TRAIN, PREFILL, DECODE)
+TRAIN, PREFILL, DECODE, COMPILE = "train", "prefill", "decode", "compile"
+MEASURES = (TRAIN, PREFILL, DECODE, COMPILE)
 OURS = ("lmm", "mac", "mag", "mal")
 BASELINE = "transformer++"
 REFERENCE_MAC = "titans-pytorch-mac"
@@ -85,6 +85,11 @@ class Subject:
     logits: Callable[[Tensor], Tensor]
     read: Callable[[Tensor, Any], tuple[Tensor, Any]]
     whole_prompt: bool = False
+
+    @cached_property
+    def compiled(self) -> Subject:
+        """The same, trained through torch.compile, with a program for every length."""
+        return dataclasses.replace(self, logits=torch.compile(self.logits, dynamic=False))
 
     @property
     def parameters(self) -> int:
@@ -333,8 +338,10 @@ def _check_finite(y: Tensor) -> None:
 
 def _time_call(subject: Subject, measure: str, ids: Tensor) -> float:
     """Seconds of one training step or one prefill."""
+    if measure == COMPILE:
+        subject = subject.compiled
     start = time.perf_counter()
-    y = train_step(subject, ids) if measure == TRAIN else prefill(subject, ids)[0]
+    y = prefill(subject, ids)[0] if measure == PREFILL else train_step(subject, ids)
     seconds = time.perf_counter() - start
     subject.model.zero_grad()
     _check_finite(y)
@@ -342,12 +349,17 @@ def _time_call(subject: Subject, measure: str, ids: Tensor) -> float:
 
 
 def _warm_up(subject: Subject, settings: ModelBenchmarkSettings, measure: str, length: int) -> None:
-    """Libraries, thread pools and autograd come alive at a short length, before anything is timed."""
-    ids = make_ids(settings, min(length, 2 * settings.segment))
+    """Libraries, thread pools and autograd come alive at a short length, programs at their own, before any timing."""
+    ids = make_ids(settings, length if measure == COMPILE else min(length, 2 * settings.segment))
     if measure == DECODE:
         decode(subject, *reach(subject, ids), tokens=2)
     else:
         _time_call(subject, measure, ids)
+
+
+def _graph_breaks() -> int:
+    """How often torch.compile has left its graph in this process."""
+    return sum(torch._dynamo.utils.counters["graph_break"].values())
 
 
 def _probe_worker(job: dict[str, Any]) -> dict[str, Any]:
@@ -418,8 +430,10 @@ class _Run:
         self.places = [(m, n) for m in MEASURES if m in settings.measures for n in settings.lengths_of(m)]
         self.left_out: dict[tuple[str, str], int] = {}
         self.known: dict[tuple[str, str], tuple[int, float]] = {}
+        self.graph_breaks: dict[Key, int] = {}
         ways = sum(measure == DECODE for measure, _ in self.places)
-        self.total = len(self.contenders) * (len(self.places) * (settings.repeats + settings.peak_memory) + ways)
+        probes = settings.peak_memory * sum(measure != COMPILE for measure, _ in self.places)
+        self.total = len(self.contenders) * (len(self.places) * settings.repeats + probes + ways)
         self.done = 0
         self.subjects: dict[str, Subject] = {}
 
@@ -452,6 +466,8 @@ class _Run:
     def measure_memory(self, max_memory: int | None) -> dict[Key, dict[str, Any]]:
         peaks = {}
         for measure, length in self.places:
+            if measure == COMPILE:  # every process would compile again
+                continue
             for contender in self.contenders:
                 if not self.step("memory of", contender, measure, length):
                     continue
@@ -467,10 +483,13 @@ class _Run:
     def warm_up(self, measure: str, length: int) -> None:
         for contender in self.contenders:
             if not self.is_out(contender, measure, length):
+                before = _graph_breaks()
                 try:
                     _warm_up(self.subjects[contender.name], self.settings, measure, length)
                 except FloatingPointError as error:
                     self.leave_out(contender, measure, length, error)
+                if measure == COMPILE:
+                    self.graph_breaks[contender.name, measure, length] = _graph_breaks() - before
 
     def rounds(self, places: Sequence[tuple[str, int]], call: Callable[[Key], float]) -> dict[Key, list[float]]:
         """Seconds of ``call`` at every place; every round runs every contender and starts with another one."""
@@ -568,6 +587,7 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress = s
                 **timing(times, tokens),
                 "peak_growth_bytes": peak.get("bytes"),
                 "peak_method": peak.get("method"),
+                "graph_breaks": run.graph_breaks.get(key),
             }
         )
     results.sort(key=lambda r: (MEASURES.index(r["measure"]), r["length"], list(CONTENDERS).index(r["contender"])))
@@ -656,6 +676,7 @@ TITLES = {
     TRAIN: ("Training", "Forward and backward of the next-token loss."),
     PREFILL: ("Prefill", "A prompt read into a cache."),
     DECODE: ("Decoding", "One token at a time, after so many tokens."),
+    COMPILE: ("Training, compiled", "The same as training, through torch.compile."),
 }
 
 
@@ -663,6 +684,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
     """The models, their speed and memory, and where the curves cross, as text and tables."""
     speeds = {(r["contender"], r["against"], r["measure"], r["length"]): r["speed"] for r in report["ratios"]}
     kept = {(r["contender"], r["to_position"]): r["speed_kept"] for r in report["decoding"]}
+    eager = {(r["contender"], r["length"]): r["tokens_per_second"] for r in report["results"] if r["measure"] == TRAIN}
     made = []
     for measure in MEASURES:
         rows = []
@@ -674,10 +696,13 @@ def sections(report: dict[str, Any]) -> list[Section]:
                 row += [milliseconds_text(r["best_seconds"] / tokens), times_text(kept.get((name, length)))]
             else:
                 row.append(milliseconds_text(r["median_seconds"]))
+            if measure == COMPILE:
+                row += [times_text(over(speed, eager.get((name, length)))), str(r["graph_breaks"])]
             row += [times_text(speeds.get((name, other, measure, length))) for other in (BASELINE, REFERENCE_MAC)]
             rows.append([*row, mebibytes_text(r["peak_growth_bytes"])])
         if rows:
             middle = ["ms/token", "kept"] if measure == DECODE else ["median, ms"]
+            middle += ["/eager", "breaks"] if measure == COMPILE else []
             header = ["contender", "tokens", "tokens/s", *middle, "/Llama", "/t-p", "MiB"]
             title, caption = TITLES[measure]
             words = _crossing_words(report) if measure == TRAIN else []
@@ -705,8 +730,9 @@ def _legend(report: dict[str, Any]) -> Section:
     words = (
         f"/Llama, /t-p: speed over {BASELINE} and over {REFERENCE_MAC}, whose rule takes one step per "
         f"{REFERENCE_STEP} tokens where ours takes one per token. tokens/s: of the best round; median: of all rounds. "
-        "kept: speed over that at the first position. MiB: peak growth of resident memory during the call; for "
-        "decoding, with the cache and without the work of reading the prompt."
+        "kept: speed over that at the first position. /eager: speed over training without torch.compile; breaks: how "
+        "often a compiled model leaves its graph. MiB: peak growth of resident memory during the call; for decoding, "
+        "with the cache and without the work of reading the prompt."
     )
     return Section("Models", [words], [Table(["contender", "parameters", "layers", "tokens per step"], rows)])
 
