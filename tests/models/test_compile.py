@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from timeit import timeit
 from typing import Any
@@ -14,6 +15,9 @@ from torch.fx import GraphModule
 from tests.models.cases import CHUNKED, VARIANTS, model, tokens
 from titans import TitansForCausalLM
 
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TITANS_NATIVE") == "0", reason="in PyTorch, deep memory asks its values when it has swept enough"
+)
 Run = Callable[[Tensor], Tensor]
 MODES: dict[str, dict[str, Any]] = {"exact": {"memory_mode": "exact"}, "chunked": CHUNKED}
 
@@ -85,3 +89,13 @@ def test_a_compiled_model_is_not_slower(kind: str) -> None:
     assert_same(with_gradients(compiled, made, ids), with_gradients(eager, made, ids), 1e-4)
     fast, slow = best_seconds([lambda: with_gradients(compiled, made, ids), lambda: with_gradients(eager, made, ids)])
     assert fast <= 1.1 * slow
+
+
+@pytest.mark.slow
+def test_a_compiled_model_goes_on_from_its_cache() -> None:
+    made, ids = model("mac", num_hidden_layers=1), tokens(16)
+    compiled = torch.compile(made, backend="eager")
+    with torch.no_grad():
+        cache = compiled(ids[:, :8]).past_key_values
+        rest = compiled(ids[:, 8:], past_key_values=cache).logits
+        assert_same([rest], [made(ids).logits[:, 8:]], 1e-9)

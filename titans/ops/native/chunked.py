@@ -49,16 +49,16 @@ def run_chunked(
     return FlatState(new_state[:depth], new_state[depth:], (), None), outputs
 
 
-def _keep(told: Mapping[str, int], v: Tensor, state: Group, ends: Tensor | None) -> list[Tensor]:
+def _keep(named: Mapping[str, int], v: Tensor, state: Group, ends: Tensor | None) -> list[Tensor]:
     """Which chunks ended with a row clipped, and the states."""
     n, slots, _ = v.shape
-    tiles, parts = slots // told["tile"], 1 + told["momentum"]
-    room = (n, -(-tiles // told["every"]), parts)
+    tiles, parts = slots // named["tile"], 1 + named["momentum"]
+    room = (n, -(-tiles // named["every"]), parts)
     clipped = torch.zeros(n, tiles, dtype=torch.uint8, device=v.device)
     return [clipped, *(w.new_empty(*room, *w.shape[1:]) for w in state[: len(state) // parts])]
 
 
-def _pass_kept(kept: Group, depth: int, told: Mapping[str, int]) -> Sequence[object]:
+def _pass_kept(kept: Group, depth: int, named: Mapping[str, int]) -> Sequence[object]:
     return addresses(kept[1:]), kept[0] if kept else None
 
 

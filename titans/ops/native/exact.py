@@ -72,20 +72,20 @@ def choose_segment(state: Group, slots: int) -> int:
     return segment
 
 
-def _keep(told: Mapping[str, int], v: Tensor, state: Group, ends: Tensor | None) -> list[Tensor]:
+def _keep(named: Mapping[str, int], v: Tensor, state: Group, ends: Tensor | None) -> list[Tensor]:
     """What was found of every token, the states, and, if there is a guard, where it acted."""
     n, slots, _ = v.shape
-    outs = [w.shape[1] for w in state[: len(state) // (1 + told["momentum"])]]
+    outs = [w.shape[1] for w in state[: len(state) // (1 + named["momentum"])]]
     trace = v.new_empty(n, slots, 3 * sum(outs) - 2 * outs[-1])  # trace_width of exact.c
-    saved = [w.new_empty(n, -(-slots // told["segment"]), *w.shape[1:]) for w in state]
+    saved = [w.new_empty(n, -(-slots // named["segment"]), *w.shape[1:]) for w in state]
     return [trace, *saved, *([] if ends is None else [empty(ends)])]
 
 
-def _pass_kept(kept: Group, depth: int, told: Mapping[str, int]) -> Sequence[object]:
+def _pass_kept(kept: Group, depth: int, named: Mapping[str, int]) -> Sequence[object]:
     if not kept:
         return None, None, None, None
     trace, *saved = kept
-    clipped = saved.pop() if len(saved) > depth * (1 + told["momentum"]) else None
+    clipped = saved.pop() if len(saved) > depth * (1 + named["momentum"]) else None
     return addresses(saved[:depth]), addresses(saved[depth:]), trace, clipped
 
 
