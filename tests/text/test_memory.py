@@ -616,7 +616,7 @@ def test_what_is_told_again_is_counted_and_not_stored_again(open_memory: Opener)
     memory.add_many(FACTS[1:])
     before = bits(memory)
     other = open_memory()  # as another process
-    again = other.add(FACTS[0], role="user", metadata={"n": 1, "m": 2}, created="2026-02-01")
+    again = other.add(FACTS[0], role="user", metadata={"m": 2, "n": 1}, created="2026-02-01")
     assert (again.id, again.created, again.version, again.surprise) == (first.id, first.created, 1, first.surprise)
     assert (first.repeats, again.repeats) == (0, 1)
     assert again.updated == "2026-02-01T00:00:00.000000+00:00"

@@ -284,9 +284,9 @@ class Memory:
         for place, index in enumerate(members):
             record = records[index]
             if place in known:
-                repeats[index], seqs[index] = index, known[place][0]
+                repeats[index], seqs[index] = index, known[place]
                 continue
-            first = new.setdefault((record.text, record.role, json.dumps(record.metadata, sort_keys=True)), index)
+            first = new.setdefault(record.said, index)
             if first != index:
                 repeats[index] = first
         return list(new.values())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -499,16 +499,11 @@ class PostgresStore(Finder, Store):
 
     # Repeats and versions
 
-    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
-        rows = self._all(
-            "SELECT seq, id, text, role, metadata::text FROM records WHERE scope = %s AND text_sum = ANY(%s)"
-            " ORDER BY seq DESC",
-            (scope, [checksum(record.text) for record in records]),
+    def seqs_by_text(self, scope: int, sums: Collection[int]) -> list[int]:
+        """The records of a scope whose texts have one of these checksums, in their order."""
+        return self._column(
+            "SELECT seq FROM records WHERE scope = %s AND text_sum = ANY(%s) ORDER BY seq", (scope, list(sums))
         )
-        known = {tuple(row[2:]): (row[0], row[1]) for row in rows}
-        keys = [(record.text, record.role, _json(record.metadata)) for record in records]
-        return {place: known[key] for place, key in enumerate(keys) if key in known}
 
     def repeat(self, seq: int, at: str) -> None:
         """Counts one more time that a record was told, at a time, with a line in the log."""

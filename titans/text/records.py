@@ -97,6 +97,11 @@ class Record:
     replaces: str | None = None
 
     @property
+    def said(self) -> tuple[str, str | None, str]:
+        """What a repeat has in common with it: text, role and metadata, whatever the order of its keys."""
+        return self.text, self.role, json.dumps(self.metadata, sort_keys=True)
+
+    @property
     def scope(self) -> Scope:
         """The exact user, agent and session."""
         return Scope(self.user, self.agent, self.session)

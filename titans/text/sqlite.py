@@ -11,7 +11,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -371,18 +371,12 @@ class SqliteStore(Database, Store):
         )
         return [to_event(*row) for row in rows]
 
-    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
-        found = {}
-        for place, record in enumerate(records):
-            row = self._one(
-                "SELECT seq, id FROM records"
-                " WHERE scope = ? AND text_sum = ? AND text = ? AND role IS ? AND metadata = ? ORDER BY seq LIMIT 1",
-                (scope, checksum(record.text), record.text, record.role, _json(record.metadata)),
-            )
-            if row is not None:
-                found[place] = row
-        return found
+    def seqs_by_text(self, scope: int, sums: Collection[int]) -> list[int]:
+        """The records of a scope whose texts have one of these checksums, in their order."""
+        return self._column(
+            "SELECT seq FROM records WHERE scope = ? AND text_sum IN (SELECT value FROM json_each(?)) ORDER BY seq",
+            (scope, json.dumps(list(sums))),
+        )
 
     def repeat(self, seq: int, at: str) -> None:
         """Counts one more time that a record was told, at a time, with a line in the log."""

@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -236,9 +236,15 @@ class Store(ABC):
 
     # Repeats and versions
 
+    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, int]:
+        """By position in ``records``, the number of a scope's first record with the same text, role and metadata."""
+        told = self.records(self.seqs_by_text(scope, {checksum(record.text) for record in records}))
+        known = {record.said: seq for seq, record in reversed(told.items())}
+        return {place: known[record.said] for place, record in enumerate(records) if record.said in known}
+
     @abstractmethod
-    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
+    def seqs_by_text(self, scope: int, sums: Collection[int]) -> list[int]:
+        """The records of a scope whose texts have one of these checksums, in their order."""
 
     @abstractmethod
     def repeat(self, seq: int, at: str) -> None:
