@@ -84,6 +84,23 @@ def test_what_is_remembered_is_recalled(capsys: pytest.CaptureFixture[str]) -> N
     assert len(found["hits"]) == 2 and found["hits"][0]["record"]["metadata"] == {"topic": "family"}
 
 
+def test_metadata_are_the_json_or_the_text_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [
+        "01234", "12:30", "Hello, world", "2026-01-31T12:00:00Z", "yes", "0x1F", "1_000", ".5", "NaN", "~", "", "a: b",
+        "# 1", "'tea'", '"tea" and milk', " 7 up",
+    ]  # fmt: skip
+    typed = {text: text for text in texts} | {
+        "12": 12, "-1.5e3": -1500.0, "true": True, "null": None, '"12"': "12", '["a", 1]': ["a", 1],
+        '{"a": {"b": 2}}': {"a": {"b": 2}},
+    }  # fmt: skip
+    pairs = [f"{number}={text}" for number, text in enumerate(typed)]
+    assert run("remember", "x", *(part for pair in pairs for part in ("--metadata", pair)), "--json") == 0
+    assert read_json(capsys)[0]["metadata"] == {str(number): value for number, value in enumerate(typed.values())}
+    filters = [pair for pair, value in zip(pairs, typed.values(), strict=True) if isinstance(value, str | int | float)]
+    assert run("recall", "x", *(part for pair in filters for part in ("--filter", pair)), "--json") == 0
+    assert len(read_json(capsys)["hits"]) == 1
+
+
 def test_what_is_told_again_is_counted_and_not_kept_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("remember", "I like tea.") == run("remember", "I like tea.") == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -267,6 +284,13 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
         (["remember", "a\udcffb"], "text is not valid UTF-8 at character 1"),
         (["remember", "x", "--split", "words"], "--split takes whole, lines, paragraphs, got 'words'."),
         (["remember", "x", "--metadata", "topic"], "--metadata takes NAME=VALUE, got 'topic'."),
+        (["remember", "x", "--metadata", "=1"], "--metadata takes NAME=VALUE, got '=1'."),
+        (["remember", "x", "--metadata", "a={2026-01-01: 3}"], "got 'a={2026-01-01: 3}', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=[tea"], "got 'a=[tea', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=[NaN]"], "got 'a=[NaN]', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=" + "[" * 3000 + "]" * 3000], "[[[...', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=12345678901234567890"], "expected texts without U+0000"),
+        (["recall", "x", "--filter", "a={2026-01-01: 3}"], "--filter takes NAME=VALUE, got 'a={2026"),
         (["remember", "x", "--user", ""], "user has 0 characters"),
         (["remember", "x", "--store", "bad.txt/below"], "bad.txt/below cannot be made: Not a directory"),
         (["remember", "x", "--store", "bad.txt"], "bad.txt is not a memory store"),

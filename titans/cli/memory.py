@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from titans.cli.common import bar, check_output, one_sentence, pairs, require
+from titans.cli.common import bar, check_output, one_sentence, pairs, read_json_value, require
 
 if TYPE_CHECKING:
     from titans.text.memory import Memory
@@ -48,9 +48,8 @@ LISTED = 20  # scopes that are named before they are erased
 
 
 def json_pairs(items: list[str], option: str) -> dict[str, Any]:
-    """NAME=VALUE pairs with values that JSON has: what YAML takes for a date stays a text."""
-    made: dict[str, Any] = json.loads(json.dumps(pairs(items, option), default=str))
-    return made
+    """NAME=VALUE pairs of metadata: a value is JSON if it can be read as such, else the text that was typed."""
+    return pairs(items, option, read_json_value)
 
 
 @contextmanager
@@ -170,8 +169,8 @@ def update(
     neural: Neural = None,
 ) -> None:
     """Replace the text or the metadata of a record."""
+    data = json_pairs(metadata, "--metadata") if metadata else None
     with open_memory(store, encoder=encoder, neural=neural) as memory:
-        data = json_pairs(metadata, "--metadata") if metadata else None
         record = memory.update(id, text, data, user=user, keep_old=keep_old)
     typer.echo(f"Updated {record.id}, version {record.version}, surprise {record.surprise:.3f}.")
 

@@ -38,7 +38,10 @@ def remember(
     session: Session = None,
     role: Annotated[str | None, typer.Option(help="Role of the speaker, such as user or assistant.")] = None,
     metadata: Annotated[
-        list[str], typer.Option("--metadata", help="Keep NAME=VALUE with the text; may be repeated.")
+        list[str],
+        typer.Option(
+            "--metadata", help="Keep NAME=VALUE with the text; a VALUE that is not JSON is a text. May be repeated."
+        ),
     ] = [],  # noqa: B006
     limit: Limit = None,
     encoder: Encoder = None,
@@ -51,6 +54,7 @@ def remember(
     if split not in SPLITS:
         raise typer.BadParameter(f"--split takes {', '.join(SPLITS)}, got '{split}'.")
     texts = [text] if text is not None and text != "-" else _cut(_read(file), split)
+    data = json_pairs(metadata, "--metadata")
     with (
         bar("remembering") as move,
         open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory,
@@ -59,7 +63,7 @@ def remember(
         for start in range(0, len(texts), 1000):
             records += memory.add_many(
                 texts[start : start + 1000], user=user, agent=agent, session=session, role=role,
-                metadata=json_pairs(metadata, "--metadata"),
+                metadata=data,
             )  # fmt: skip
             move(len(records), len(texts), "remembering")
     if as_json:
