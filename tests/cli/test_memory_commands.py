@@ -156,6 +156,39 @@ def test_texts_come_from_a_file_or_the_input(
     assert [record["text"] for record in read_json(capsys)] == ["Größe\nzwei"]
 
 
+@pytest.mark.parametrize(
+    ("split", "content", "words"),
+    [
+        (
+            "lines",
+            "Fine.\n" * 1500 + "a\x07b\n",
+            "line 1501 of notes.txt has the control character U+0007 at",
+        ),
+        ("lines", "\n\n  a\x07b", "line 3 of notes.txt has the control character"),
+        (
+            "paragraphs",
+            "One\ntwo.\n\n\n\nThree\na\x07b",
+            "the paragraph at line 6 of notes.txt has the control",
+        ),
+        ("whole", "\na\x07b", "notes.txt has the control character U+0007"),
+        ("lines", " \n", "notes.txt is empty"),
+    ],
+    ids=["lines", "empty lines", "paragraphs", "whole", "empty"],
+)
+def test_a_text_that_is_refused_is_named_by_its_line_and_nothing_is_written(
+    split: str, content: str, words: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    Path("notes.txt").write_text(content)
+    assert_refused(["remember", "--file", "notes.txt", "--split", split, "--store", "new"], words, folder, capsys)
+
+
+def test_an_empty_input_leaves_no_store_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert_refused(["remember", "-", "--store", "new"], "the input is empty; expected a text", folder, capsys)
+
+
 def test_the_store_may_be_named_in_the_environment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,12 +325,13 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
         (["remember", "x", "--metadata", "a=12345678901234567890"], "expected texts without U+0000"),
         (["recall", "x", "--filter", "a={2026-01-01: 3}"], "--filter takes NAME=VALUE, got 'a={2026"),
         (["remember", "x", "--user", ""], "user has 0 characters"),
+        (["remember", "x", "--role", ""], "role has 0 characters"),
         (["remember", "x", "--store", "bad.txt/below"], "bad.txt/below cannot be made: Not a directory"),
         (["remember", "x", "--store", "bad.txt"], "bad.txt is not a memory store"),
         (["remember", "x", "--encoder", "."], ". has no config.json; expected a folder of a BERT-like model"),
         (["remember", "x", "--neural", "nowhere"], "expected a folder written by `titans text train`"),
         (["remember", "--file", "bad.txt"], "bad.txt is not valid UTF-8 at byte 2."),
-        (["remember", "--file", "huge.txt"], "text has 1,200,000 bytes; expected at most 1,000,000"),
+        (["remember", "--file", "huge.txt"], "huge.txt has 1,200,000 bytes; expected at most 1,000,000"),
         (["remember", "--file", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["recall", "x"], "/titans-memory/memory.sqlite3; `titans remember` makes one."),
         (["recall", "x", "--store", "new"], "there is no memory store at new/memory.sqlite3; `titans remember` makes"),
@@ -320,6 +354,7 @@ def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str, capsys:
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.startswith("titans: ") and error.count("\n") == 1
+    assert not default_file().exists() and not Path("new").exists()
 
 
 def test_a_record_is_shown_changed_and_erased_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,9 @@ import typer
 from titans.cli.common import bar, check_output, one_sentence, pairs, read_json_value, require
 
 if TYPE_CHECKING:
+    from titans.text.encoder import TextEncoder
     from titans.text.memory import Memory
+    from titans.text.neural import NeuralTextMemory
     from titans.text.records import Scope
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, change, copy and repair a store of texts.")
@@ -53,25 +55,43 @@ def json_pairs(items: list[str], option: str) -> dict[str, Any]:
 
 
 @contextmanager
-def open_memory(store: str | None, new: bool = False, **options: Any) -> Iterator[Memory]:
-    """An open memory; what is wrong with it or with what is asked of it becomes one sentence.
-
-    With ``new``, a store that does not exist is created.
-    """
+def in_sentences() -> Iterator[None]:
+    """What is wrong with a memory, or with what is asked of it, becomes one sentence; so do warnings."""
     require("the text memory", "transformers", "text")
-
-    from titans.text.database import locate
-    from titans.text.location import default_store, is_server
-    from titans.text.memory import Memory
-
     with one_sentence(), warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show_warning
+        yield
+
+
+@contextmanager
+def open_memory(
+    store: str | None, new: bool = False, encoder: str | None = None, neural: Path | None = None, **options: Any
+) -> Iterator[Memory]:
+    """An open memory, whose errors are those of :func:`in_sentences`.
+
+    With ``new``, a store that does not exist is created.
+    """
+    with in_sentences():
+        from titans.text.database import locate
+        from titans.text.location import default_store, is_server
+        from titans.text.memory import Memory
+
         place = default_store() if store is None else store
         if not (new or is_server(place) or locate(place).is_file()):
             raise ValueError(f"there is no memory store at {locate(place)}; `titans remember` makes one.")
-        with Memory(place, **options) as memory:
+        # Before a store is made: wrong names leave none behind.
+        weights = load_weights(encoder, neural) if new else (encoder, neural)
+        with Memory(place, *weights, **options) as memory:
             yield memory
+
+
+def load_weights(encoder: str | None, neural: Path | None) -> tuple[TextEncoder, NeuralTextMemory | None]:
+    """The encoder and the projections that two options name; None for the projections that are the default."""
+    from titans.text.encoder import TextEncoder
+    from titans.text.neural import NeuralTextMemory
+
+    return TextEncoder.load(encoder), None if neural is None else NeuralTextMemory.load(neural)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -252,6 +272,12 @@ def import_(
     neural: Neural = None,
 ) -> None:
     """Add the records of a JSONL file, in their order; records that are already there are skipped."""
+    with in_sentences():
+        from titans.text.records import read_records
+
+        if file.is_file():  # a pipe can be read only once
+            for _ in read_records(file):
+                pass
     with bar("encoding") as move, open_memory(store, new=True, encoder=encoder, neural=neural) as memory:
         count, name = memory.import_(file, move), memory.store.name
     typer.echo(f"{count:,} records added to {name}")
@@ -281,12 +307,10 @@ def recover(
     neural: Neural = None,
 ) -> None:
     """Copy what can still be read of a damaged store to a new one."""
-    require("the text memory", "transformers", "text")
+    with in_sentences(), bar("reading") as move:
+        from titans.text.location import is_server
+        from titans.text.recovery import recover as run
 
-    from titans.text.location import is_server
-    from titans.text.recovery import recover as run
-
-    with one_sentence(), bar("reading") as move:
         if is_server(store) or is_server(out):
             raise ValueError("a server repairs its own files; expected the folder or file of a store")
         found = run(store, out, encoder, neural, move)
