@@ -156,6 +156,13 @@ def test_texts_come_from_a_file_or_the_input(
     assert [record["text"] for record in read_json(capsys)] == ["Größe\nzwei"]
 
 
+@pytest.mark.parametrize("gap", ["\r\n\r\n", "\n \n", "\r\n\t\r\n \r\n"], ids=["CRLF", "space", "both"])
+def test_paragraphs_end_at_any_empty_line(gap: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("notes.txt").write_bytes(f"One\r\nline.{gap}Two.{gap}".encode())
+    assert run("remember", "--file", "notes.txt", "--split", "paragraphs", "--json") == 0
+    assert [record["text"] for record in read_json(capsys)] == ["One\r\nline.", "Two."]
+
+
 @pytest.mark.parametrize(
     ("split", "content", "words"),
     [
@@ -167,7 +174,7 @@ def test_texts_come_from_a_file_or_the_input(
         ("lines", "\n\n  a\x07b", "line 3 of notes.txt has the control character"),
         (
             "paragraphs",
-            "One\ntwo.\n\n\n\nThree\na\x07b",
+            "One\ntwo.\n\n \r\n\nThree\na\x07b",
             "the paragraph at line 6 of notes.txt has the control",
         ),
         ("whole", "\na\x07b", "notes.txt has the control character U+0007"),

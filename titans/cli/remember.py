@@ -97,7 +97,7 @@ def _cut(name: str, text: str, split: str) -> list[tuple[str, str]]:
     """The parts of a text, each with a name that says where it is; of an empty one, the text itself."""
     if split == "whole" or not text.strip():
         return [(name, text.strip())]
-    kind, end = ("line", "\n") if split == "lines" else ("the paragraph at line", "\n\n")
+    kind, end = ("line", "\n") if split == "lines" else ("the paragraph at line", r"\n\s*\n")
     parts, line = [], 1
     for part in re.split(f"({end})", text):
         before = part[: len(part) - len(part.lstrip())].count("\n")
