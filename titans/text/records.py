@@ -17,6 +17,7 @@ MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
 MAX_NAME = 200  # characters of a user, agent, session, role or id
 MAX_FOUND = 1_000  # records of one search
 MAX_NUMBER = 2**63 - 1  # of a whole number, as databases have them
+MAX_COUNT = 2**53  # of something that is counted further
 ANY_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 CONTROLS = re.compile(r"(?![\t\n\r\v\f\x85])[\x00-\x1f\x7f-\x9f]")  # not allowed in a text
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # not allowed in metadata
@@ -131,9 +132,9 @@ class Record:
             metadata=check_metadata(given.get("metadata")),
             created=created,
             updated=check_time(_default(given.get("updated"), created), "updated"),
-            version=check_count(given.get("version", 1), "version", 1),
-            uses=check_count(given.get("uses", 0), "uses", 0),
-            repeats=check_count(given.get("repeats", 0), "repeats", 0),
+            version=check_count(given.get("version", 1), "version", 1, MAX_COUNT),
+            uses=check_count(given.get("uses", 0), "uses", 0, MAX_COUNT),
+            repeats=check_count(given.get("repeats", 0), "repeats", 0, MAX_COUNT),
             replaces=None if given.get("replaces") is None else check_name(given["replaces"], "replaces"),
         )
         Scope(record.user, record.agent, record.session)
@@ -207,7 +208,7 @@ class Event:
     metadata: dict[str, Any] | None
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Record]]:
+def read_records(path: Path) -> Iterator[tuple[int, Record, bool]]:
     """The records of a file of JSON lines with their line numbers; a ``ValueError`` names the line that is wrong."""
     seen: set[str] = set()
     with path.open("rb") as stream:
@@ -215,7 +216,8 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
             if not line.strip():
                 continue
             try:
-                record = Record.from_dict(json.loads(line.decode("utf-8")))
+                given = json.loads(line.decode("utf-8"))
+                record = Record.from_dict(given)
             except UnicodeDecodeError:
                 raise ValueError(f"{path}, line {number} is not valid UTF-8") from None
             except json.JSONDecodeError as error:
@@ -225,7 +227,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
             if record.id in seen:
                 raise ValueError(f"{path}, line {number}: the id {record.id!r} is used twice")
             seen.add(record.id)
-            yield number, record
+            yield number, record, given.get("id") is not None
 
 
 def new_id() -> str:

@@ -23,6 +23,7 @@ from titans.text.index import LocalIndex, Segment, UserRow
 from titans.text.ranking import MOST_POSTINGS, bm25, count_words, rarest
 from titans.text.records import Event, Record, Scope, StoreError, new_id, utc_now
 from titans.text.store import (
+    OPERATORS,
     WORD,
     Matches,
     ScopeRow,
@@ -36,6 +37,7 @@ from titans.text.store import (
     follow,
     mark_word,
     to_event,
+    to_json,
 )
 from titans.words import sentence
 
@@ -45,7 +47,6 @@ ROW = (
 )
 SCOPE = "s.id, s.user, s.count, s.version FROM scopes s"
 IN_STATEMENT = 500  # numbers of records that one statement asks for
-OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
 class SqliteStore(Database, Store):
@@ -168,7 +169,7 @@ class SqliteStore(Database, Store):
                 "INSERT INTO records (id, user, scope, role, text, metadata, created, updated, version, words, sum,"
                 " surprise, uses, repeats, replaces, text_sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    record.id, scope.user, scope.id, record.role, record.text, _json(record.metadata), record.created,
+                    record.id, scope.user, scope.id, record.role, record.text, to_json(record.metadata), record.created,
                     record.updated, record.version, len(WORD.findall(record.text)), checksum(body), record.surprise,
                     record.uses, record.repeats, record.replaces, checksum(record.text),
                 ),
@@ -431,7 +432,7 @@ class SqliteStore(Database, Store):
             "UPDATE records SET text = ?, metadata = ?, updated = ?, version = ?, words = ?, sum = ?, text_sum = ?"
             " WHERE seq = ?",
             (
-                record.text, _json(record.metadata), record.updated, record.version, len(WORD.findall(record.text)),
+                record.text, to_json(record.metadata), record.updated, record.version, len(WORD.findall(record.text)),
                 checksum(body), checksum(record.text), seq,
             ),
         )  # fmt: skip
@@ -657,10 +658,6 @@ def to_record(row: Sequence[Any]) -> Record:
         metadata=json.loads(row[6]), created=row[7], updated=row[8], surprise=row[9], version=row[10], uses=row[11],
         repeats=row[12], replaces=row[13],
     )  # fmt: skip
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _marked(user: int, text: str) -> str:

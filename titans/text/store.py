@@ -23,6 +23,7 @@ FORMAT = 2  # of the tables, in every engine
 WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
 MARK = "0_"  # of words that are stemmed for any user
+OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}  # of filters, in SQL
 Tests = Mapping[str, Mapping[str, Any]]  # of metadata, as check_filters returns them
 
 
@@ -378,14 +379,18 @@ def mark_word(user: int, word: str) -> str:
 
 def encode_body(record: Record) -> str:
     """What makes a record, as one JSON text: what the log keeps, and what checksums are of."""
-    return json.dumps(
+    return to_json(
         {
             "id": record.id, "text": record.text, "user": record.user, "agent": record.agent,
             "session": record.session, "role": record.role, "metadata": record.metadata, "created": record.created,
             "updated": record.updated, "version": record.version,
-        },
-        ensure_ascii=False,
+        }
     )  # fmt: skip
+
+
+def to_json(value: Any) -> str:
+    """As it is kept in tables."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def checksum(data: str | bytes) -> int:
