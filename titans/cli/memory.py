@@ -260,6 +260,11 @@ def export(
     """Write all records to a file, one JSON object per line."""
     check_output(file)
     with open_memory(store) as memory:
+        from titans.text.database import belongs
+        from titans.text.location import is_server
+
+        if not is_server(memory.store.name) and belongs(file, memory.store.name):
+            raise ValueError(f"{file} belongs to the store itself; expected another file.")
         count = memory.export(file, user)
     typer.echo(f"{count:,} records: {file}")
 

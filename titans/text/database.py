@@ -87,6 +87,15 @@ def locate(path: str | Path) -> Path:
     return path if path.is_file() or path.suffix in FILE_ENDINGS else path / FILE_NAME
 
 
+def belongs(path: str | Path, store: str | Path) -> bool:
+    """Whether a path is the database file of a store, or one of the files that go with it, by whatever links."""
+    file, path = locate(store).resolve(), Path(path).resolve()
+    return any(
+        each.parent == file.parent and (each.name == file.name or each.name.startswith(f"{file.name}-"))
+        for each in (path, *path.parents)
+    )
+
+
 class Database:
     """An open database file; safe to share between threads, and between processes by opening the same path.
 
