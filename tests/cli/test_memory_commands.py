@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import assert_refused, run
-from tests.text.postgres_server import new_schema, postgres_server  # noqa: F401
+from tests.text.postgres_server import PostgresServer, new_schema, postgres_server  # noqa: F401
 from titans.text.encoder import TextEncoder
 from titans.text.location import default_store
 from titans.text.memory import Memory
@@ -269,6 +269,27 @@ def test_a_store_is_not_exported_over_itself(capsys: pytest.CaptureFixture[str],
         assert_refused(["memory", "export", file, "--store", store], words, folder, capsys)
     assert run("memory", "export", "s/all.jsonl", "--store", "s") == 0
     assert "I like tea." in Path("s/all.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recall", "x"], ["memory", "stats"], ["memory", "show", "x"], ["memory", "history", "x"],
+        ["memory", "export", "all.jsonl"], ["memory", "update", "x", "y"], ["memory", "delete", "x"],
+        ["memory", "delete-all", "--yes"], ["memory", "reindex"], ["memory", "compact"],
+    ],
+    ids=lambda arguments: arguments[1],
+)  # fmt: skip
+def test_only_what_adds_records_makes_a_store_on_a_server(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    new_schema: Callable[[str], str],  # noqa: F811
+    postgres_server: PostgresServer,  # noqa: F811
+) -> None:
+    url = new_schema("mistyped")
+    assert_refused([*arguments, "--store", url], f"there is no memory store at {url}", folder, capsys)
+    assert not postgres_server.execute("SELECT FROM pg_namespace WHERE nspname LIKE 'mistyped%'")
 
 
 def test_other_projections_need_a_reindex(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

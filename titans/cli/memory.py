@@ -73,17 +73,27 @@ def open_memory(
     With ``new``, a store that does not exist is created.
     """
     with in_sentences():
-        from titans.text.database import locate
-        from titans.text.location import default_store, is_server
+        from titans.text.location import default_store
         from titans.text.memory import Memory
 
         place = default_store() if store is None else store
-        if not (new or is_server(place) or locate(place).is_file()):
-            raise ValueError(f"there is no memory store at {locate(place)}; `titans remember` makes one.")
+        if not new:
+            _require_store(place)
         # Before a store is made: wrong names leave none behind.
         weights = load_weights(encoder, neural) if new else (encoder, neural)
         with Memory(place, *weights, **options) as memory:
             yield memory
+
+
+def _require_store(place: str | Path) -> None:
+    from titans.text.database import locate
+    from titans.text.location import is_server
+    from titans.text.memory import open_store
+
+    if is_server(place):
+        open_store(place, read_only=True).close()  # raises if there is none
+    elif not locate(place).is_file():
+        raise ValueError(f"there is no memory store at {locate(place)}; `titans remember` makes one.")
 
 
 def load_weights(encoder: str | None, neural: Path | None) -> tuple[TextEncoder, NeuralTextMemory | None]:
