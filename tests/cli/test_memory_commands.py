@@ -4,7 +4,8 @@ import io
 import json
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -290,6 +291,45 @@ def test_only_what_adds_records_makes_a_store_on_a_server(
     url = new_schema("mistyped")
     assert_refused([*arguments, "--store", url], f"there is no memory store at {url}", folder, capsys)
     assert not postgres_server.execute("SELECT FROM pg_namespace WHERE nspname LIKE 'mistyped%'")
+
+
+@pytest.fixture
+def forbid_writing() -> Iterator[Callable[[Path], None]]:
+    """Makes a folder and its files one that this process can read and not write."""
+    user = os.geteuid()
+
+    def forbid(folder: Path) -> None:
+        for path in (folder, *folder.iterdir()):
+            path.chmod(0o555 if path.is_dir() else 0o444)
+        if user == 0:
+            os.seteuid(65534)  # nothing is forbidden to root
+
+    yield forbid
+    os.seteuid(user)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_store_that_cannot_be_written_answers_as_one_that_can(
+    capsys: pytest.CaptureFixture[str], forbid_writing: Callable[[Path], None]
+) -> None:
+    with tempfile.TemporaryDirectory() as name:  # where other users may look
+        top = Path(name)
+        top.chmod(0o777)
+        store = ["--store", str(top / "s")]
+        assert run("remember", "I like tea.", *store, "--json") == 0
+        (record,) = read_json(capsys)
+        reading = (
+            ["recall", "tea", "--why"], ["memory", "stats", "--check"], ["memory", "show", record["id"], "--json"],
+            ["memory", "history", record["id"]], ["memory", "export", str(top / "all.jsonl")],
+        )  # fmt: skip
+        assert [run(*arguments, *store) for arguments in reading] == [0] * 5
+        written = capsys.readouterr()
+        forbid_writing(top / "s")
+        assert [run(*arguments, *store) for arguments in reading] == [0] * 5
+        assert capsys.readouterr() == written
+        assert run("memory", "delete", record["id"], *store) == run("remember", "x", *store) == 2
+        error = capsys.readouterr().err
+        assert error.count("memory.sqlite3 cannot be written: ") == error.count("\n") == 2
 
 
 def test_other_projections_need_a_reindex(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
