@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -293,25 +294,23 @@ def test_only_what_adds_records_makes_a_store_on_a_server(
     assert not postgres_server.execute("SELECT FROM pg_namespace WHERE nspname LIKE 'mistyped%'")
 
 
-@pytest.fixture
-def forbid_writing() -> Iterator[Callable[[Path], None]]:
-    """Makes a folder and its files one that this process can read and not write."""
+@contextmanager
+def forbidden_to_write(folder: Path) -> Iterator[None]:
+    """This process can read a folder and its files, and not write them."""
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
     user = os.geteuid()
-
-    def forbid(folder: Path) -> None:
-        for path in (folder, *folder.iterdir()):
-            path.chmod(0o555 if path.is_dir() else 0o444)
-        if user == 0:
-            os.seteuid(65534)  # nothing is forbidden to root
-
-    yield forbid
-    os.seteuid(user)
+    if user == 0:
+        os.seteuid(65534)  # nothing is forbidden to root
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
 
 
 @pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
-def test_a_store_that_cannot_be_written_answers_as_one_that_can(
-    capsys: pytest.CaptureFixture[str], forbid_writing: Callable[[Path], None]
-) -> None:
+def test_a_store_that_cannot_be_written_answers_as_one_that_can(capsys: pytest.CaptureFixture[str]) -> None:
     with tempfile.TemporaryDirectory() as name:  # where other users may look
         top = Path(name)
         top.chmod(0o777)
@@ -319,15 +318,16 @@ def test_a_store_that_cannot_be_written_answers_as_one_that_can(
         assert run("remember", "I like tea.", *store, "--json") == 0
         (record,) = read_json(capsys)
         reading = (
-            ["recall", "tea", "--why"], ["memory", "stats", "--check"], ["memory", "show", record["id"], "--json"],
+            ["recall", "tea", "--why"], ["memory", "stats", "--check", "--user", "default"],
+            ["memory", "show", record["id"], "--json"],
             ["memory", "history", record["id"]], ["memory", "export", str(top / "all.jsonl")],
         )  # fmt: skip
         assert [run(*arguments, *store) for arguments in reading] == [0] * 5
         written = capsys.readouterr()
-        forbid_writing(top / "s")
-        assert [run(*arguments, *store) for arguments in reading] == [0] * 5
-        assert capsys.readouterr() == written
-        assert run("memory", "delete", record["id"], *store) == run("remember", "x", *store) == 2
+        with forbidden_to_write(top / "s"):
+            assert [run(*arguments, *store) for arguments in reading] == [0] * 5
+            assert capsys.readouterr() == written
+            assert run("memory", "delete", record["id"], *store) == run("remember", "x", *store) == 2
         error = capsys.readouterr().err
         assert error.count("memory.sqlite3 cannot be written: ") == error.count("\n") == 2
 

@@ -90,7 +90,7 @@ def chat(
 
     In a terminal, /help lists the commands. Without one, each line of the input is a message, whatever it begins with.
     """
-    with open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory:
+    with open_memory(store, "add", encoder=encoder, neural=neural, limit=limit) as memory:
         from titans.text.chat import Conversation
         from titans.text.llm import make_llm
         from titans.text.records import Scope

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -46,6 +46,7 @@ Limit = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Id = Annotated[str, typer.Argument(help="Id of the record.")]
+Purpose = Literal["read", "change", "add"]
 LISTED = 20  # scopes that are named before they are erased
 
 
@@ -66,22 +67,26 @@ def in_sentences() -> Iterator[None]:
 
 @contextmanager
 def open_memory(
-    store: str | None, new: bool = False, encoder: str | None = None, neural: Path | None = None, **options: Any
+    store: str | None, to: Purpose, encoder: str | None = None, neural: Path | None = None, **options: Any
 ) -> Iterator[Memory]:
     """An open memory, whose errors are those of :func:`in_sentences`.
 
-    With ``new``, a store that does not exist is created.
+    Args:
+        to: "read" opens a store even where nothing can be written; where something can, a search still counts what it
+            found. "change" needs a store that is there, and "add" makes one that is not.
     """
     with in_sentences():
-        from titans.text.location import default_store
+        from titans.text.database import can_write
+        from titans.text.location import default_store, is_server
         from titans.text.memory import Memory
 
         place = default_store() if store is None else store
-        if not new:
+        if to != "add":
             _require_store(place)
         # Before a store is made: wrong names leave none behind.
-        weights = load_weights(encoder, neural) if new else (encoder, neural)
-        with Memory(place, *weights, **options) as memory:
+        weights = load_weights(encoder, neural) if to == "add" else (encoder, neural)
+        read_only = to == "read" and not is_server(place) and not can_write(place)
+        with Memory(place, *weights, read_only=read_only, **options) as memory:
             yield memory
 
 
@@ -116,7 +121,7 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Show the number of records, scopes and bytes of a store."""
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         figures = memory.stats(user)
         figures["by_scope"] = [
             {"user": scope.user, "agent": scope.agent, "session": scope.session, "records": count}
@@ -154,7 +159,7 @@ def _show_fields(fields: dict[str, Any]) -> None:
 @app.command("show")
 def show(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
     """Show a record."""
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         record = memory.get(id, user=user)
         if record is None:
             raise _unknown(id, user)
@@ -167,7 +172,7 @@ def show(id: Id, store: Store = None, user: User = "default", as_json: AsJson = 
 @app.command("history")
 def history(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
     """Show what happened to a record and to those that it replaced; texts that were erased are not shown."""
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         events = memory.history(id, user=user)
         if not events:
             raise _unknown(id, user)
@@ -200,7 +205,7 @@ def update(
 ) -> None:
     """Replace the text or the metadata of a record."""
     data = json_pairs(metadata, "--metadata") if metadata else None
-    with open_memory(store, encoder=encoder, neural=neural) as memory:
+    with open_memory(store, "change", encoder=encoder, neural=neural) as memory:
         record = memory.update(id, text, data, user=user, keep_old=keep_old)
     typer.echo(f"Updated {record.id}, version {record.version}, surprise {record.surprise:.3f}.")
 
@@ -213,7 +218,7 @@ def delete(
     neural: Neural = None,
 ) -> None:
     """Erase records for good: all of them or, if one is unknown, none."""
-    with open_memory(store, neural=neural) as memory:
+    with open_memory(store, "change", neural=neural) as memory:
         count = memory.delete(ids, user=user)
     typer.echo(f"{count:,} records erased")
 
@@ -230,7 +235,7 @@ def delete_all(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Erase every record of exactly this user, agent and session for good, with the history."""
-    with open_memory(store) as memory:
+    with open_memory(store, "change") as memory:
         from titans.text.records import Scope
 
         scope = Scope(user, agent, session)
@@ -269,7 +274,7 @@ def export(
 ) -> None:
     """Write all records to a file, one JSON object per line."""
     check_output(file)
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         from titans.text.database import belongs
         from titans.text.location import is_server
 
@@ -293,7 +298,7 @@ def import_(
         if file.is_file():  # a pipe can be read only once
             for _ in read_records(file):
                 pass
-    with bar("encoding") as move, open_memory(store, new=True, encoder=encoder, neural=neural) as memory:
+    with bar("encoding") as move, open_memory(store, "add", encoder=encoder, neural=neural) as memory:
         count, name = memory.import_(file, move), memory.store.name
     typer.echo(f"{count:,} records added to {name}")
 
@@ -301,7 +306,7 @@ def import_(
 @app.command("reindex")
 def reindex(store: Store = None, encoder: Encoder = None, neural: Neural = None) -> None:
     """Make all vectors and memories again, with the given encoder and projections."""
-    with bar("encoding") as move, open_memory(store, encoder=encoder, neural=neural) as memory:
+    with bar("encoding") as move, open_memory(store, "change", encoder=encoder, neural=neural) as memory:
         count, name = memory.reindex(move), memory.store.name
     typer.echo(f"{count:,} records of {name} have new vectors and memories")
 
@@ -309,7 +314,7 @@ def reindex(store: Store = None, encoder: Encoder = None, neural: Neural = None)
 @app.command("compact")
 def compact(store: Store = None) -> None:
     """Rewrite a store without the space of what was erased."""
-    with open_memory(store) as memory:
+    with open_memory(store, "change") as memory:
         saved, name = memory.compact(), memory.store.name
     typer.echo(f"{name} is {max(saved, 0):,} bytes smaller")
 

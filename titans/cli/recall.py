@@ -32,7 +32,7 @@ def recall(
 ) -> None:
     """Find the texts of a memory that match a question best."""
     filters = json_pairs(filter_, "--filter")
-    with open_memory(store, encoder=encoder, neural=neural) as memory:
+    with open_memory(store, "read", encoder=encoder, neural=neural) as memory:
         found = memory.search(
             query, user=user, agent=agent, session=session, filters=filters, limit=limit, threshold=threshold
         )

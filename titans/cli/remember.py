@@ -66,7 +66,7 @@ def remember(
         texts = [check_text(part, name) for name, part in parts]
     with (
         bar("remembering") as move,
-        open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory,
+        open_memory(store, "add", encoder=encoder, neural=neural, limit=limit) as memory,
     ):
         records = []
         for start in range(0, len(texts), 1000):

@@ -87,6 +87,13 @@ def locate(path: str | Path) -> Path:
     return path if path.is_file() or path.suffix in FILE_ENDINGS else path / FILE_NAME
 
 
+def can_write(store: str | Path) -> bool:
+    """Whether the file of a store, and the folder in which SQLite keeps its log of writes, may be written."""
+    file = locate(store).resolve()
+    effective = os.access in os.supports_effective_ids
+    return all(os.access(path, os.W_OK, effective_ids=effective) for path in (file, file.parent))
+
+
 def belongs(path: str | Path, store: str | Path) -> bool:
     """Whether a path is the database file of a store, or one of the files that go with it, by whatever links."""
     file, path = locate(store).resolve(), Path(path).resolve()
