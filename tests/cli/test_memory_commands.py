@@ -3,6 +3,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -330,6 +331,25 @@ def test_a_store_that_cannot_be_written_answers_as_one_that_can(capsys: pytest.C
             assert run("memory", "delete", record["id"], *store) == run("remember", "x", *store) == 2
         error = capsys.readouterr().err
         assert error.count("memory.sqlite3 cannot be written: ") == error.count("\n") == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_writes_that_cannot_be_seen_in_a_read_only_place_are_not_passed_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("remember", "I like tea.") == 0
+    with tempfile.TemporaryDirectory() as name, Memory() as memory:  # which keeps a log of writes while it is open
+        memory.add("I like coffee.")
+        copy = Path(name) / "s"
+        copy.mkdir()
+        for ending in ("", "-wal"):  # as after a crash
+            shutil.copy(f"{default_file()}{ending}", copy)
+        Path(name).chmod(0o755)
+        with forbidden_to_write(copy):
+            assert run("recall", "coffee", "--store", str(copy)) == 2
+        assert "memory.sqlite3-wal holds writes that cannot be read where nothing can be" in capsys.readouterr().err
+        assert run("recall", "coffee", "--store", str(copy)) == 0
+    assert "I like coffee." in capsys.readouterr().out
 
 
 def test_other_projections_need_a_reindex(capsys: pytest.CaptureFixture[str], folder: Path) -> None:

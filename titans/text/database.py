@@ -173,7 +173,17 @@ class Database:
                     return self._connect()
                 if mode == modes[-1]:
                     raise
+                self._refuse_unread_log(error)
         raise AssertionError("the last mode returns or raises")
+
+    def _refuse_unread_log(self, error: sqlite3.Error) -> None:
+        file = self.file.resolve()
+        log = file.with_name(file.name + "-wal")
+        if not self.damage and log.is_file() and log.stat().st_size:
+            raise StoreError(
+                f"{log} holds writes that cannot be read where nothing can be written ({sentence(error)}); "
+                "copy the store to a place that can be written"
+            ) from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Makes the tables of a new store; identifies an old one before anything is done to it."""
