@@ -185,7 +185,11 @@ def test_forgetting_all_keeps_to_the_scope_and_says_what_stays(capsys: pytest.Ca
         (("--llm", "none", "--base-url", "http://x"), "expected openai:MODEL"),
         (("--llm", "none", "--max-tokens", "100000"), "max_tokens is 100000; expected less than 32768"),
         (("--llm", "none", "--user", " "), "user has 1 characters; expected a name"),
-        (("--llm", "none", "--message", ""), "query is empty"),
+        (("--llm", "local:nowhere.gguf"), "nowhere.gguf is not there; expected a GGUF file"),
+        (("--llm", "none", "--message", ""), "message is empty"),
+        (("--llm", "none", "--message", "a\x07b"), "message has the control character U+0007"),
+        (("--llm", "none", "--threshold", "2"), "threshold is 2.0; expected a cosine between -1 and 1"),
+        (("--llm", "none", "--encoder", "."), ". has no config.json"),
         (("--llm", "none", "--budget", "-1"), "'--budget': Input should be greater than or equal to 0"),
     ],
 )
@@ -195,6 +199,7 @@ def test_a_wrong_argument_is_one_sentence(
     assert run(*arguments) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("titans: ") and err.count("\n") == 1
+    assert not Path("store").exists()
 
 
 class Terminal:

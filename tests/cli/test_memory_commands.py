@@ -4,10 +4,11 @@ import io
 import json
 import os
 import shutil
+import sqlite3
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,19 @@ def test_a_damaged_store_is_read_and_recovered(capsys: pytest.CaptureFixture[str
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_store_without_records_is_recovered_as_one_and_wrong_weights_leave_none(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    Memory("empty").close()
+    recover = ["memory", "recover", "empty", "--out", "new"]
+    assert_refused([*recover, "--encoder", "."], ". has no config.json", folder, capsys)
+    assert_refused(
+        [*recover, "--neural", "nowhere"], "expected a folder written by `titans text train`", folder, capsys
+    )
+    assert run(*recover) == 0
+    assert capsys.readouterr().out.startswith("0 records written to new; ")
+
+
 def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("remember", "The combination is 4711") == 0
     file = default_file()
@@ -446,6 +460,12 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
             ["memory", "recover", "postgresql://a:secret@b/c", "--out", "new"],
             "a server repairs its own files; expected",
         ),
+        (
+            ["memory", "recover", "run.py", "--out", "new"],
+            "run.py is not a memory store, or nothing can be read",
+        ),
+        (["memory", "recover", "other.db", "--out", "new"], "other.db is not a memory store, or nothing can be read"),
+        (["memory", "recover", "empty.db", "--out", "new"], "empty.db is not a memory store, or nothing can be read"),
         (["memory", "delete-all"], "there is no memory store at"),
         (["memory", "import", "bad.txt"], "bad.txt, line 1 is not valid UTF-8"),
         (["memory", "nonsense"], "No such command 'nonsense'"),
@@ -454,6 +474,10 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
 def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.txt").write_bytes(b"ab\xff\n")
     Path("huge.txt").write_text("abcd" * 300_000)
+    Path("run.py").write_text("print(1)\n" * 5_000)
+    Path("empty.db").touch()
+    with closing(sqlite3.connect("other.db")) as other:
+        other.execute("CREATE TABLE records (seq INTEGER PRIMARY KEY, text TEXT)")
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.startswith("titans: ") and error.count("\n") == 1
@@ -586,6 +610,12 @@ def test_a_server_that_is_away_is_one_sentence_without_the_password(
     assert "postgresql://ann:***@127.0.0.1:1/memories" in error and "hush" not in error
     monkeypatch.setenv("TITANS_MEMORY", url)
     assert_refused(arguments, error.removeprefix("titans: "), folder, capsys)
+
+
+def test_help_says_what_a_full_store_erases(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("remember", "chat"):
+        assert run(verb, "--help") == 0
+        assert "those that tell least are erased" in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 
 def test_help_tells_of_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:

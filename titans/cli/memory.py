@@ -42,7 +42,7 @@ Agent = Annotated[str | None, typer.Option(help="Agent that the memory belongs t
 Session = Annotated[str | None, typer.Option(help="Conversation that the memory belongs to.")]
 Limit = Annotated[
     int | None,
-    typer.Option(min=1, help="Largest number of records in the store; beyond it, the least surprising are erased."),
+    typer.Option(min=1, help="Largest number of records in the store; beyond it, those that tell least are erased."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Id = Annotated[str, typer.Argument(help="Id of the record.")]
@@ -333,6 +333,6 @@ def recover(
 
         if is_server(store) or is_server(out):
             raise ValueError("a server repairs its own files; expected the folder or file of a store")
-        found = run(store, out, encoder, neural, move)
+        found = run(store, out, *load_weights(encoder, neural), move)
     lost = "it is not known how many are lost" if found.lost is None else f"{found.lost:,} are lost"
     typer.echo(f"{len(found.records):,} records written to {out}; {lost}")
