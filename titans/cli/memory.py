@@ -67,7 +67,11 @@ def in_sentences() -> Iterator[None]:
 
 @contextmanager
 def open_memory(
-    store: str | None, to: Purpose, encoder: str | None = None, neural: Path | None = None, **options: Any
+    store: str | None,
+    to: Purpose,
+    encoder: str | None = None,
+    neural: Path | None = None,
+    limit: int | None = None,
 ) -> Iterator[Memory]:
     """An open memory, whose errors are those of :func:`in_sentences`.
 
@@ -84,9 +88,9 @@ def open_memory(
         if to != "add":
             _require_store(place)
         # Before a store is made: wrong names leave none behind.
-        weights = load_weights(encoder, neural) if to == "add" else (encoder, neural)
+        loaded, projections = load_weights(encoder, neural) if to == "add" else (encoder, neural)
         read_only = to == "read" and not is_server(place) and not can_write(place)
-        with Memory(place, *weights, read_only=read_only, **options) as memory:
+        with Memory(place, loaded, projections, limit, read_only=read_only) as memory:
             yield memory
 
 
