@@ -14,6 +14,7 @@ from typing import Any
 
 MAX_TEXT = 1_000_000  # bytes of a text
 MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
+MAX_NESTING = 32  # lists and objects of metadata in each other
 MAX_NAME = 200  # characters of a user, agent, session, role or id
 MAX_FOUND = 1_000  # records of one search
 MAX_NUMBER = 2**63 - 1  # of a whole number, as databases have them
@@ -291,6 +292,8 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     if size > MAX_METADATA:
         raise ValueError(f"metadata has {size:,} bytes as JSON; expected at most {MAX_METADATA:,}")
     made: dict[str, Any] = json.loads(text)
+    if _nesting(made) > MAX_NESTING:
+        raise ValueError(f"metadata has more than {MAX_NESTING} lists and objects in each other; expected fewer")
     for value in _scalars(made):
         if value is not None and not _is_scalar(value):
             raise ValueError(f"metadata has the value {_shown(value)}; expected {VALUES}")
@@ -376,6 +379,15 @@ def _scalars(value: object) -> Iterator[object]:
             left += each
         else:
             yield each
+
+
+def _nesting(value: object) -> int:
+    """How many lists and objects are in each other."""
+    layer, depth = [value], 0
+    while layer := [each for each in layer if isinstance(each, (dict, list))]:
+        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+    return depth
 
 
 def _is_scalar(value: object) -> bool:
