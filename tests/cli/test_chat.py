@@ -183,9 +183,12 @@ def test_forgetting_all_keeps_to_the_scope_and_says_what_stays(capsys: pytest.Ca
         (("--llm", "gpt"), "the language model is 'gpt'; expected local, "),
         (("--llm", "hf:nowhere/at/all"), "is not there"),
         (("--llm", "none", "--base-url", "http://x"), "expected openai:MODEL"),
-        (("--llm", "none", "--max-tokens", "100000"), "max_tokens is 100000; expected less than 32768"),
         (("--llm", "none", "--user", " "), "user has 1 characters; expected a name"),
-        (("--llm", "none", "--message", ""), "query is empty"),
+        (("--llm", "local:nowhere.gguf"), "nowhere.gguf is not there; expected a GGUF file"),
+        (("--llm", "none", "--message", ""), "message is empty"),
+        (("--llm", "none", "--message", "a\x07b"), "message has the control character U+0007"),
+        (("--llm", "none", "--threshold", "2"), "threshold is 2.0; expected a cosine between -1 and 1"),
+        (("--llm", "none", "--encoder", "."), ". has no config.json"),
         (("--llm", "none", "--budget", "-1"), "'--budget': Input should be greater than or equal to 0"),
     ],
 )
@@ -195,6 +198,12 @@ def test_a_wrong_argument_is_one_sentence(
     assert run(*arguments) == 2
     err = capsys.readouterr().err
     assert words in err and err.startswith("titans: ") and err.count("\n") == 1
+    assert not Path("store").exists()
+
+
+def test_an_answer_longer_than_the_context_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--llm", "none", "--max-tokens", "100000") == 2
+    assert "max_tokens is 100000; expected less than 32768" in capsys.readouterr().err
 
 
 class Terminal:

@@ -3,8 +3,12 @@ from __future__ import annotations
 import io
 import json
 import os
+import shutil
+import sqlite3
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -12,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.cli.commands import assert_refused, run
-from tests.text.postgres_server import new_schema, postgres_server  # noqa: F401
+from tests.text.postgres_server import PostgresServer, new_schema, postgres_server  # noqa: F401
 from titans.text.encoder import TextEncoder
 from titans.text.location import default_store
 from titans.text.memory import Memory
@@ -84,6 +88,23 @@ def test_what_is_remembered_is_recalled(capsys: pytest.CaptureFixture[str]) -> N
     assert len(found["hits"]) == 2 and found["hits"][0]["record"]["metadata"] == {"topic": "family"}
 
 
+def test_metadata_are_the_json_or_the_text_that_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    texts = [
+        "01234", "12:30", "Hello, world", "2026-01-31T12:00:00Z", "yes", "0x1F", "1_000", ".5", "NaN", "~", "", "a: b",
+        "# 1", "'tea'", '"tea" and milk', " 7 up",
+    ]  # fmt: skip
+    typed = {text: text for text in texts} | {
+        "12": 12, "-1.5e3": -1500.0, "true": True, "null": None, '"12"': "12", '["a", 1]': ["a", 1],
+        '{"a": {"b": 2}}': {"a": {"b": 2}},
+    }  # fmt: skip
+    pairs = [f"{number}={text}" for number, text in enumerate(typed)]
+    assert run("remember", "x", *(part for pair in pairs for part in ("--metadata", pair)), "--json") == 0
+    assert read_json(capsys)[0]["metadata"] == {str(number): value for number, value in enumerate(typed.values())}
+    filters = [pair for pair, value in zip(pairs, typed.values(), strict=True) if isinstance(value, str | int | float)]
+    assert run("recall", "x", *(part for pair in filters for part in ("--filter", pair)), "--json") == 0
+    assert len(read_json(capsys)["hits"]) == 1
+
+
 def test_what_is_told_again_is_counted_and_not_kept_twice(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("remember", "I like tea.") == run("remember", "I like tea.") == 0
     first, second = capsys.readouterr().out.splitlines()
@@ -137,6 +158,46 @@ def test_texts_come_from_a_file_or_the_input(
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("Größe\nzwei".encode())))
     assert run("remember", "-", "--json") == 0
     assert [record["text"] for record in read_json(capsys)] == ["Größe\nzwei"]
+
+
+@pytest.mark.parametrize("gap", ["\r\n\r\n", "\n \n", "\r\n\t\r\n \r\n"], ids=["CRLF", "space", "both"])
+def test_paragraphs_end_at_any_empty_line(gap: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("notes.txt").write_bytes(f"One\r\nline.{gap}Two.{gap}".encode())
+    assert run("remember", "--file", "notes.txt", "--split", "paragraphs", "--json") == 0
+    assert [record["text"] for record in read_json(capsys)] == ["One\r\nline.", "Two."]
+
+
+@pytest.mark.parametrize(
+    ("split", "content", "words"),
+    [
+        (
+            "lines",
+            "Fine.\n" * 1500 + "a\x07b\n",
+            "line 1501 of notes.txt has the control character U+0007 at",
+        ),
+        ("lines", "\n\n  a\x07b", "line 3 of notes.txt has the control character"),
+        (
+            "paragraphs",
+            "One\ntwo.\n\n \r\n\nThree\na\x07b",
+            "the paragraph at line 6 of notes.txt has the control",
+        ),
+        ("whole", "\na\x07b", "notes.txt has the control character U+0007"),
+        ("lines", " \n", "notes.txt is empty"),
+    ],
+    ids=["lines", "empty lines", "paragraphs", "whole", "empty"],
+)
+def test_a_text_that_is_refused_is_named_by_its_line_and_nothing_is_written(
+    split: str, content: str, words: str, capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    Path("notes.txt").write_text(content)
+    assert_refused(["remember", "--file", "notes.txt", "--split", split, "--store", "new"], words, folder, capsys)
+
+
+def test_an_empty_input_leaves_no_store_behind(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+    assert_refused(["remember", "-", "--store", "new"], "the input is empty; expected a text", folder, capsys)
 
 
 def test_the_store_may_be_named_in_the_environment(
@@ -199,6 +260,99 @@ def test_figures_and_copies_of_a_store(capsys: pytest.CaptureFixture[str]) -> No
     assert Path("again.jsonl").read_bytes() == Path("out/all.jsonl").read_bytes()
 
 
+def test_a_store_is_not_exported_over_itself(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+    assert run("remember", "I like tea.", "--store", "s") == 0
+    Path("linked").symlink_to("s")
+    Path("linked.jsonl").symlink_to("s/memory.sqlite3")
+    for store, file in (
+        ("s", "s/memory.sqlite3"), ("s", "s/memory.sqlite3-wal"), ("s", "s/memory.sqlite3-index/1.usearch"),
+        ("s", "linked/memory.sqlite3"), ("s", "linked.jsonl"), ("linked", "s/memory.sqlite3"),
+        ("s/memory.sqlite3", "s/../s/memory.sqlite3"),
+    ):  # fmt: skip
+        words = f"{file} belongs to the store itself; expected another file."
+        assert_refused(["memory", "export", file, "--store", store], words, folder, capsys)
+    assert run("memory", "export", "s/all.jsonl", "--store", "s") == 0
+    assert "I like tea." in Path("s/all.jsonl").read_text()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["recall", "x"], ["memory", "stats"], ["memory", "show", "x"], ["memory", "history", "x"],
+        ["memory", "export", "all.jsonl"], ["memory", "update", "x", "y"], ["memory", "delete", "x"],
+        ["memory", "delete-all", "--yes"], ["memory", "reindex"], ["memory", "compact"],
+    ],
+    ids=lambda arguments: arguments[1],
+)  # fmt: skip
+def test_only_what_adds_records_makes_a_store_on_a_server(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    folder: Path,
+    new_schema: Callable[[str], str],  # noqa: F811
+    postgres_server: PostgresServer,  # noqa: F811
+) -> None:
+    url = new_schema("mistyped")
+    assert_refused([*arguments, "--store", url], f"there is no memory store at {url}", folder, capsys)
+    assert not postgres_server.execute("SELECT FROM pg_namespace WHERE nspname LIKE 'mistyped%'")
+
+
+@contextmanager
+def forbidden_to_write(folder: Path) -> Iterator[None]:
+    """This process can read a folder and its files, and not write them."""
+    for path in (folder, *folder.iterdir()):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)  # nothing is forbidden to root
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        folder.chmod(0o755)
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_a_store_that_cannot_be_written_answers_as_one_that_can(capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as name:  # where other users may look
+        top = Path(name)
+        top.chmod(0o777)
+        store = ["--store", str(top / "s")]
+        assert run("remember", "I like tea.", *store, "--json") == 0
+        (record,) = read_json(capsys)
+        reading = (
+            ["recall", "tea", "--why"], ["memory", "stats", "--check", "--user", "default"],
+            ["memory", "show", record["id"], "--json"],
+            ["memory", "history", record["id"]], ["memory", "export", str(top / "all.jsonl")],
+        )  # fmt: skip
+        assert [run(*arguments, *store) for arguments in reading] == [0] * 5
+        written = capsys.readouterr()
+        with forbidden_to_write(top / "s"):
+            assert [run(*arguments, *store) for arguments in reading] == [0] * 5
+            assert capsys.readouterr() == written
+            assert run("memory", "delete", record["id"], *store) == run("remember", "x", *store) == 2
+        error = capsys.readouterr().err
+        assert error.count("memory.sqlite3 cannot be written: ") == error.count("\n") == 2
+
+
+@pytest.mark.skipif(os.name != "posix", reason="permissions of POSIX")
+def test_writes_that_cannot_be_seen_in_a_read_only_place_are_not_passed_over(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert run("remember", "I like tea.") == 0
+    with tempfile.TemporaryDirectory() as name, Memory() as memory:  # which keeps a log of writes while it is open
+        memory.add("I like coffee.")
+        copy = Path(name) / "s"
+        copy.mkdir()
+        for ending in ("", "-wal"):  # as after a crash
+            shutil.copy(f"{default_file()}{ending}", copy)
+        Path(name).chmod(0o755)
+        with forbidden_to_write(copy):
+            assert run("recall", "coffee", "--store", str(copy)) == 2
+        assert "memory.sqlite3-wal holds writes that cannot be read where nothing can be" in capsys.readouterr().err
+        assert run("recall", "coffee", "--store", str(copy)) == 0
+    assert "I like coffee." in capsys.readouterr().out
+
+
 def test_other_projections_need_a_reindex(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     NeuralTextMemory(NeuralConfig(seed=3)).save("trained")
     assert run("remember", "I like tea.") == 0
@@ -249,6 +403,19 @@ def test_a_damaged_store_is_read_and_recovered(capsys: pytest.CaptureFixture[str
     assert "is there already" in capsys.readouterr().err
 
 
+def test_a_store_without_records_is_recovered_as_one_and_wrong_weights_leave_none(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
+    Memory("empty").close()
+    recover = ["memory", "recover", "empty", "--out", "new"]
+    assert_refused([*recover, "--encoder", "."], ". has no config.json", folder, capsys)
+    assert_refused(
+        [*recover, "--neural", "nowhere"], "expected a folder written by `titans text train`", folder, capsys
+    )
+    assert run(*recover) == 0
+    assert capsys.readouterr().out.startswith("0 records written to new; ")
+
+
 def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("remember", "The combination is 4711") == 0
     file = default_file()
@@ -267,13 +434,21 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
         (["remember", "a\udcffb"], "text is not valid UTF-8 at character 1"),
         (["remember", "x", "--split", "words"], "--split takes whole, lines, paragraphs, got 'words'."),
         (["remember", "x", "--metadata", "topic"], "--metadata takes NAME=VALUE, got 'topic'."),
+        (["remember", "x", "--metadata", "=1"], "--metadata takes NAME=VALUE, got '=1'."),
+        (["remember", "x", "--metadata", "a={2026-01-01: 3}"], "got 'a={2026-01-01: 3}', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=[tea"], "got 'a=[tea', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=[NaN]"], "got 'a=[NaN]', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=" + "[" * 3000 + "]" * 3000], "[[[...', whose value cannot be read"),
+        (["remember", "x", "--metadata", "a=12345678901234567890"], "expected texts without U+0000"),
+        (["recall", "x", "--filter", "a={2026-01-01: 3}"], "--filter takes NAME=VALUE, got 'a={2026"),
         (["remember", "x", "--user", ""], "user has 0 characters"),
+        (["remember", "x", "--role", ""], "role has 0 characters"),
         (["remember", "x", "--store", "bad.txt/below"], "bad.txt/below cannot be made: Not a directory"),
         (["remember", "x", "--store", "bad.txt"], "bad.txt is not a memory store"),
         (["remember", "x", "--encoder", "."], ". has no config.json; expected a folder of a BERT-like model"),
         (["remember", "x", "--neural", "nowhere"], "expected a folder written by `titans text train`"),
         (["remember", "--file", "bad.txt"], "bad.txt is not valid UTF-8 at byte 2."),
-        (["remember", "--file", "huge.txt"], "text has 1,200,000 bytes; expected at most 1,000,000"),
+        (["remember", "--file", "huge.txt"], "huge.txt has 1,200,000 bytes; expected at most 1,000,000"),
         (["remember", "--file", "nowhere.txt"], "'nowhere.txt' does not exist"),
         (["recall", "x"], "/titans-memory/memory.sqlite3; `titans remember` makes one."),
         (["recall", "x", "--store", "new"], "there is no memory store at new/memory.sqlite3; `titans remember` makes"),
@@ -285,6 +460,12 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
             ["memory", "recover", "postgresql://a:secret@b/c", "--out", "new"],
             "a server repairs its own files; expected",
         ),
+        (
+            ["memory", "recover", "run.py", "--out", "new"],
+            "run.py is not a memory store, or nothing can be read",
+        ),
+        (["memory", "recover", "other.db", "--out", "new"], "other.db is not a memory store, or nothing can be read"),
+        (["memory", "recover", "empty.db", "--out", "new"], "empty.db is not a memory store, or nothing can be read"),
         (["memory", "delete-all"], "there is no memory store at"),
         (["memory", "import", "bad.txt"], "bad.txt, line 1 is not valid UTF-8"),
         (["memory", "nonsense"], "No such command 'nonsense'"),
@@ -293,9 +474,14 @@ def test_a_letter_that_changed_is_told_by_the_check(capsys: pytest.CaptureFixtur
 def test_what_is_wrong_is_one_sentence(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.txt").write_bytes(b"ab\xff\n")
     Path("huge.txt").write_text("abcd" * 300_000)
+    Path("run.py").write_text("print(1)\n" * 5_000)
+    Path("empty.db").touch()
+    with closing(sqlite3.connect("other.db")) as other:
+        other.execute("CREATE TABLE records (seq INTEGER PRIMARY KEY, text TEXT)")
     assert run(*arguments) == 2
     error = capsys.readouterr().err
     assert words in error and error.startswith("titans: ") and error.count("\n") == 1
+    assert not default_file().exists() and not Path("new").exists()
 
 
 def test_a_record_is_shown_changed_and_erased_by_its_id(capsys: pytest.CaptureFixture[str]) -> None:
@@ -424,6 +610,12 @@ def test_a_server_that_is_away_is_one_sentence_without_the_password(
     assert "postgresql://ann:***@127.0.0.1:1/memories" in error and "hush" not in error
     monkeypatch.setenv("TITANS_MEMORY", url)
     assert_refused(arguments, error.removeprefix("titans: "), folder, capsys)
+
+
+def test_help_says_what_a_full_store_erases(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in ("remember", "chat"):
+        assert run(verb, "--help") == 0
+        assert "those that tell least are erased" in " ".join(capsys.readouterr().out.replace("│", "").split())
 
 
 def test_help_tells_of_the_verbs(capsys: pytest.CaptureFixture[str]) -> None:

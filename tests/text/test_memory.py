@@ -403,7 +403,7 @@ def test_other_projections_are_said_and_can_be_taken(open_plain: Opener, tmp_pat
     records = memory.add_many(TEXTS[:18])
     NeuralTextMemory(NeuralConfig(seed=1)).save(tmp_path / "trained")
     other = open_plain(neural=tmp_path / "trained")
-    with pytest.raises(OtherEncoder, match=r"memories by other projections .*reindex"):
+    with pytest.raises(OtherEncoder, match=r"memories were made by other projections .*reindex"):
         other.add("x")
     with pytest.raises(OtherEncoder):
         other.scope_memory()
@@ -616,7 +616,7 @@ def test_what_is_told_again_is_counted_and_not_stored_again(open_memory: Opener)
     memory.add_many(FACTS[1:])
     before = bits(memory)
     other = open_memory()  # as another process
-    again = other.add(FACTS[0], role="user", metadata={"n": 1, "m": 2}, created="2026-02-01")
+    again = other.add(FACTS[0], role="user", metadata={"m": 2, "n": 1}, created="2026-02-01")
     assert (again.id, again.created, again.version, again.surprise) == (first.id, first.created, 1, first.surprise)
     assert (first.repeats, again.repeats) == (0, 1)
     assert again.updated == "2026-02-01T00:00:00.000000+00:00"
@@ -796,6 +796,36 @@ def test_versions_are_ordered_across_one_that_a_filter_leaves_out(open_memory: O
     found = memory.search("Where does Ann live?", filters={"n": 1})
     assert texts_of(found) == [texts[2], texts[0]]
     assert [hit.bm25_rank for hit in found] == [2, 1]
+    (left_out,) = memory.search("Where does Ann live?", filters={"n": 2})
+    assert left_out.replaced_by == found.hits[0].record.id
+
+
+def test_other_metadata_of_a_version_that_was_told_twice_does_not_make_it_the_newest(open_memory: Opener) -> None:
+    memory = open_memory()
+    first, _, second = [memory.add(text) for text in (CITIES[0], CITIES[0], CITIES[1])]
+    memory.update(first.id, metadata={"seen": True})
+    hits = memory.search("Where does Ann live?").hits
+    assert [hit.record.id for hit in hits] == [second.id, first.id]
+    memory.add(CITIES[0], metadata={"seen": True})
+    assert memory.search("Where does Ann live?").hits[0].record.id == first.id
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "query"),
+    [
+        ("The key of locker 3 is in the blue box.", "The key of locker 7 is in the blue box.", "the key of locker 3?"),
+        ("Python 2 was released in 2000.", "Python 3 was released in 2008.", "When was Python 2 released?"),
+        ("The code of door A is 4711.", "The code of door B is 9002.", "What is the code of door A?"),
+        ("I take aspirin in the morning.", "I take zinc in the evening.", "What do I take in the morning?"),
+        ("I work in Oslo on Mondays.", "I work in Bergen on Fridays.", "Where do I work on Mondays?"),
+        ("In 2021 I lived in Rome.", "In 2023 I lived in Bonn.", "Where did I live in 2021?"),
+    ],
+)
+def test_the_statement_that_a_question_names_comes_first(open_memory: Opener, one: str, other: str, query: str) -> None:
+    memory = open_memory()
+    memory.add(one)
+    memory.add(other)
+    assert texts_of(memory.search(query))[0] == one
 
 
 def test_versions_are_of_one_scope_and_one_role(open_memory: Opener) -> None:
@@ -819,6 +849,36 @@ def test_an_import_keeps_repeats_and_versions(open_memory: Opener, tmp_path: Pat
         CITIES[0]: 1
     }
     assert texts_of(other.search("Where does Ann live?"))[:3] == [CITIES[0], CITIES[2], CITIES[1]]
+
+
+def test_lines_without_ids_are_imported_once(open_memory: Opener, tmp_path: Path) -> None:
+    memory, file = open_memory(), tmp_path / "a.jsonl"
+    lines: list[dict[str, Any]] = [{"text": FACTS[0]}, {"text": FACTS[1], "user": "ben"}, {"text": FACTS[0]}]
+    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines, {"text": FACTS[0], "metadata": {"n": 1}}]))
+    assert memory.import_(file) == 3
+    assert memory.import_(file) == 0
+    assert memory.stats()["records"] == 3
+
+
+def test_an_update_that_meets_another_writes_the_vector_of_its_own_text(
+    open_memory: Opener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = open_memory(), open_memory()
+    record = one.add(FACTS[0])
+    change = one._change
+
+    def late(*arguments: Any) -> bool:
+        monkeypatch.undo()
+        other.update(record.id, FACTS[1])
+        return change(*arguments)
+
+    monkeypatch.setattr(one, "_change", late)
+    one.update(record.id, FACTS[0])  # what it was, so that nothing is to be done, until the other one is
+    assert one.get(record.id).text == FACTS[0]
+    never_changed = open_memory("never changed")
+    never_changed.add(FACTS[0])
+    assert bits(one) == bits(never_changed)
+    assert one.check() == []
 
 
 def told(id: str, text: str, replaces: str, **names: str) -> Record:

@@ -218,7 +218,7 @@ def of_scope(store: Store, scope: Scope, everything: list[Record]) -> Any:
     same = store.find_same(row.id, everything)
     return (
         row.count, row.version, ids(store, seqs), ids(store, store.scope_seqs(row.id, 2)), named,
-        {place: id for place, (_, id) in same.items()}, store.find_state(row.id, 9),
+        {place: ids(store, [seq]) for place, seq in same.items()}, store.find_state(row.id, 9),
         store.vectors(seqs, WIDTH).tobytes(),
         np.round(store.products(seqs, unit(np.random.default_rng(3), 2)), 5).tolist(),
         len(store.matching_scopes(scope, below=True)),

@@ -34,6 +34,15 @@ def test_a_filter_compares_with_what_a_database_can_hold(value: Any) -> None:
             check_filters({"year": wanted})
 
 
+def test_metadata_are_not_nested_without_end() -> None:
+    nested: list[Any] = []
+    for _ in range(30):
+        nested = [nested]
+    assert check_metadata({"a": nested}) == {"a": nested}
+    with pytest.raises(ValueError, match="more than 32 lists and objects"):
+        check_metadata({"a": [nested]})
+
+
 @pytest.mark.parametrize("value", WRONG, ids=IDS)
 @pytest.mark.parametrize("place", [lambda v: {"a": v}, lambda v: {"a": [1, {"b": v}]}], ids=["top", "deep"])
 def test_metadata_hold_what_a_database_can_hold(value: Any, place: Any) -> None:

@@ -13,7 +13,15 @@ from hypothesis import strategies as st
 
 from titans.text.encoder import TextEncoder
 from titans.text.records import Record
-from titans.text.versions import ALIKE, LEAST_COSINE, contradiction, find_newest, find_older_version, likeness
+from titans.text.versions import (
+    ALIKE,
+    LEAST_COSINE,
+    asked_for,
+    contradiction,
+    find_newest,
+    find_older_version,
+    likeness,
+)  # fmt: skip
 
 with Path(__file__).with_name("versions.tsv").open(encoding="utf-8") as stream:
     PAIRS = list(csv.reader(stream, delimiter="\t", quoting=csv.QUOTE_NONE))  # changed, restated or other; old; new
@@ -89,14 +97,50 @@ def test_of_the_first_hits_the_newest_that_says_nearly_the_same_goes_first() -> 
     moved = Record("2", "Anna's home is in Rome.", created="2024-02-01")
     job = Record("3", "Anna works as a judge.", created="2024-03-01")
     vectors = np.array([[1, 0, 0], [0.6, 0.8, 0], [0.5, 0, 0.866]])
-    assert find_newest([(home, 0.8), (moved, 0.72), (job, 0.72)], vectors) == 1
-    assert find_newest([(home, 0.8), (moved, 0.6), (job, 0.72)], vectors) == 0  # does not answer as well
-    assert find_newest([(moved, 0.8), (home, 0.8)], vectors[[1, 0]]) == 0  # is older
-    assert (
-        find_newest([(home, 0.8), (job, 0.8), (job, 0.8), (moved, 0.8)], vectors[[0, 2, 2, 1]]) == 0
-    )  # is too far down
-    assert find_newest([(home, 0.8), (replace(moved, session="another"), 0.8)], vectors) == 0
-    assert find_newest([(home, 0.8)], vectors) == 0
+
+    def newest(hits: list[tuple[Record, float]], places: list[int], query: str = "Where is Anna's home?") -> int:
+        return find_newest(hits, vectors[places], query, lambda record: record.created)
+
+    assert newest([(home, 0.8), (moved, 0.72), (job, 0.72)], [0, 1, 2]) == 1
+    assert newest([(home, 0.8), (moved, 0.6), (job, 0.72)], [0, 1, 2]) == 0  # does not answer as well
+    assert newest([(moved, 0.8), (home, 0.8)], [1, 0]) == 0  # is older
+    assert newest([(home, 0.8), (job, 0.8), (job, 0.8), (moved, 0.8)], [0, 2, 2, 1]) == 0  # is too far down
+    assert newest([(home, 0.8), (replace(moved, session="another"), 0.8)], [0, 1]) == 0
+    assert newest([(home, 0.8)], [0]) == 0
+    bonn = replace(moved, text="Anna lives in Bonn.")
+    assert newest([(home, 0.8), (bonn, 0.8)], [0, 1]) == 1
+    assert newest([(home, 0.8), (bonn, 0.8)], [0, 1], "When was Anna in Oslo?") == 0  # asks for the first by name
+
+
+@pytest.mark.parametrize(
+    ("query", "one", "other", "words"),
+    [
+        ("Where is the key of locker 3?", "The key of locker 3 is here.", "The key of locker 7 is here.", {"3"}),
+        ("What is the code of door A?", "The code of door A is 4711.", "The code of door B is 9002.", {"a"}),
+        ("What do I take in the morning?", "I take zinc in the morning.", "I take iron in the evening.", {"morning"}),
+        ("Where did I live in 2021?", "In 2021 I lived in Rome.", "In 2023 I lived in Bonn.", {"2021"}),
+        ("Where do I live?", "I live in Rome.", "I live in Bonn.", set()),
+        ("Where is Jack's home?", "Jack's home is in Seoul.", "Jack lives in Oslo.", set()),  # in other words
+        ("Do I have a pet?", "I have a dog.", "I have the cat.", set()),
+    ],
+)
+def test_a_question_may_ask_for_one_of_two_statements_that_are_built_alike(
+    query: str, one: str, other: str, words: set[str]
+) -> None:
+    assert asked_for(query, one, other) == words
+
+
+@pytest.mark.parametrize(
+    ("new", "old"),
+    [
+        ("The key of locker 7 is in the blue box.", "The key of locker 3 is in the blue box."),
+        ("My gate at Gatwick is B22.", "My gate at Heathrow is A10."),
+        ("My son Max is nine.", "My son Leo is six."),
+        ("Our Tuesday meeting is at nine.", "Our Monday meeting is at ten."),
+    ],
+)
+def test_statements_about_other_things_are_no_versions(new: str, old: str) -> None:
+    assert likeness(new, old, 0.95) == 0
 
 
 def test_another_value_contradicts_and_other_words_do_less() -> None:

@@ -19,6 +19,7 @@ from titans.cli.memory import (
     Store,
     User,
     covered_scopes,
+    in_sentences,
     open_memory,
 )
 
@@ -90,13 +91,20 @@ def chat(
 
     In a terminal, /help lists the commands. Without one, each line of the input is a message, whatever it begins with.
     """
-    with open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory:
+    with in_sentences():
         from titans.text.chat import Conversation
         from titans.text.llm import make_llm
-        from titans.text.records import Scope
+        from titans.text.records import Scope, check_text, check_threshold
 
         scope = Scope(user, agent, session)
-        with closing(make_llm(llm, base_url, api_key, timeout)) as made:
+        check_threshold(threshold)
+        if message is not None:
+            check_text(message, "message")
+        with (
+            closing(make_llm(llm, base_url, api_key, timeout)) as made,
+            # Last, so that a wrong argument leaves no empty store behind.
+            open_memory(store, "add", encoder=encoder, neural=neural, limit=limit) as memory,
+        ):
             conversation = Conversation(memory, made, scope, budget, system, max_tokens, temperature, threshold)
             if message is not None:
                 _answer(conversation, message, show)

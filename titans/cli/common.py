@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import shlex
 import sys
@@ -17,6 +18,7 @@ from titans.report.progress import bar as bar
 
 DEVICE = "Where to run: auto (CUDA if there is any, else MPS, else the CPU), cpu, cuda, cuda:N or mps."
 Device = Annotated[str, typer.Option(help=DEVICE)]
+SHOWN = 60  # characters of a wrong value in a sentence
 
 
 def require(verb: str, package: str, extra: str) -> None:
@@ -54,20 +56,42 @@ def names(text: str | None) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()
 
 
-def pairs(items: list[str], option: str) -> dict[str, Any]:
-    """The values of NAME=VALUE options, read as YAML; a,b,c is a list even without brackets."""
+def read_yaml_value(text: str) -> Any:
+    """A value written as YAML; a,b,c is a list even without brackets."""
     import yaml
 
+    try:
+        return yaml.safe_load(f"[{text}]" if "," in text and text[:1] not in "[{\"'" else text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"{text} cannot be read as YAML") from error
+
+
+def read_json_value(text: str) -> Any:
+    """A value written as JSON, or the text as it is; what begins as a list or an object must be one."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=refuse)
+    except ValueError:
+        if text.startswith(("[", "{")):
+            raise
+        return text
+
+
+def pairs(items: list[str], option: str, read: Callable[[str], Any] = read_yaml_value) -> dict[str, Any]:
+    """The values of NAME=VALUE options."""
     made: dict[str, Any] = {}
     for item in items:
         name, given, text = item.partition("=")
+        shown = item if len(item) <= SHOWN else f"{item[:SHOWN]}..."
         if not given or not name:
-            raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{item}'.")
+            raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{shown}'.")
         try:
-            value = yaml.safe_load(f"[{text}]" if "," in text and text[:1] not in "[{\"'" else text)
-        except yaml.YAMLError:
-            raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{item}', whose value cannot be read.") from None
-        made[name] = value
+            made[name] = read(text)
+        except (ValueError, RecursionError):
+            raise typer.BadParameter(f"{option} takes NAME=VALUE, got '{shown}', whose value cannot be read.") from None
     return made
 
 

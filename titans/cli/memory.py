@@ -9,14 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from titans.cli.common import bar, check_output, one_sentence, pairs, require
+from titans.cli.common import bar, check_output, one_sentence, pairs, read_json_value, require
 
 if TYPE_CHECKING:
+    from titans.text.encoder import TextEncoder
     from titans.text.memory import Memory
+    from titans.text.neural import NeuralTextMemory
     from titans.text.records import Scope
 
 app = typer.Typer(no_args_is_help=True, help="Inspect, change, copy and repair a store of texts.")
@@ -40,39 +42,75 @@ Agent = Annotated[str | None, typer.Option(help="Agent that the memory belongs t
 Session = Annotated[str | None, typer.Option(help="Conversation that the memory belongs to.")]
 Limit = Annotated[
     int | None,
-    typer.Option(min=1, help="Largest number of records in the store; beyond it, the least surprising are erased."),
+    typer.Option(min=1, help="Largest number of records in the store; beyond it, those that tell least are erased."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Id = Annotated[str, typer.Argument(help="Id of the record.")]
+Purpose = Literal["read", "change", "add"]
 LISTED = 20  # scopes that are named before they are erased
 
 
 def json_pairs(items: list[str], option: str) -> dict[str, Any]:
-    """NAME=VALUE pairs with values that JSON has: what YAML takes for a date stays a text."""
-    made: dict[str, Any] = json.loads(json.dumps(pairs(items, option), default=str))
-    return made
+    """NAME=VALUE pairs of metadata: a value is JSON if it can be read as such, else the text that was typed."""
+    return pairs(items, option, read_json_value)
 
 
 @contextmanager
-def open_memory(store: str | None, new: bool = False, **options: Any) -> Iterator[Memory]:
-    """An open memory; what is wrong with it or with what is asked of it becomes one sentence.
-
-    With ``new``, a store that does not exist is created.
-    """
+def in_sentences() -> Iterator[None]:
+    """What is wrong with a memory, or with what is asked of it, becomes one sentence; so do warnings."""
     require("the text memory", "transformers", "text")
-
-    from titans.text.database import locate
-    from titans.text.location import default_store, is_server
-    from titans.text.memory import Memory
-
     with one_sentence(), warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = _show_warning
+        yield
+
+
+@contextmanager
+def open_memory(
+    store: str | None,
+    to: Purpose,
+    encoder: str | None = None,
+    neural: Path | None = None,
+    limit: int | None = None,
+) -> Iterator[Memory]:
+    """An open memory, whose errors are those of :func:`in_sentences`.
+
+    Args:
+        to: "read" opens a store even where nothing can be written; where something can, a search still counts what it
+            found. "change" needs a store that is there, and "add" makes one that is not.
+    """
+    with in_sentences():
+        from titans.text.database import can_write
+        from titans.text.location import default_store, is_server
+        from titans.text.memory import Memory
+
         place = default_store() if store is None else store
-        if not (new or is_server(place) or locate(place).is_file()):
-            raise ValueError(f"there is no memory store at {locate(place)}; `titans remember` makes one.")
-        with Memory(place, **options) as memory:
+        if to != "add":
+            _require_store(place)
+        # Before a store is made: wrong names leave none behind.
+        loaded, projections = load_weights(encoder, neural) if to == "add" else (encoder, neural)
+        read_only = to == "read" and not is_server(place) and not can_write(place)
+        with Memory(place, loaded, projections, limit, read_only=read_only) as memory:
             yield memory
+
+
+def _require_store(place: str | Path) -> None:
+    from titans.text.database import locate
+    from titans.text.location import is_server
+    from titans.text.memory import open_store
+
+    if is_server(place):
+        open_store(place, read_only=True).close()  # raises if there is none
+    elif not locate(place).is_file():
+        raise ValueError(f"there is no memory store at {locate(place)}; `titans remember` makes one.")
+
+
+def load_weights(encoder: str | None, neural: Path | None) -> tuple[TextEncoder, NeuralTextMemory | None]:
+    """The encoder and the projections that two options name; None for the projections that are the default."""
+    from titans.text.encoder import TextEncoder
+    from titans.text.neural import NeuralTextMemory
+
+    return TextEncoder.load(encoder), None if neural is None else NeuralTextMemory.load(neural)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -87,7 +125,7 @@ def stats(
     as_json: AsJson = False,
 ) -> None:
     """Show the number of records, scopes and bytes of a store."""
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         figures = memory.stats(user)
         figures["by_scope"] = [
             {"user": scope.user, "agent": scope.agent, "session": scope.session, "records": count}
@@ -125,7 +163,7 @@ def _show_fields(fields: dict[str, Any]) -> None:
 @app.command("show")
 def show(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
     """Show a record."""
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         record = memory.get(id, user=user)
         if record is None:
             raise _unknown(id, user)
@@ -138,7 +176,7 @@ def show(id: Id, store: Store = None, user: User = "default", as_json: AsJson = 
 @app.command("history")
 def history(id: Id, store: Store = None, user: User = "default", as_json: AsJson = False) -> None:
     """Show what happened to a record and to those that it replaced; texts that were erased are not shown."""
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
         events = memory.history(id, user=user)
         if not events:
             raise _unknown(id, user)
@@ -170,8 +208,8 @@ def update(
     neural: Neural = None,
 ) -> None:
     """Replace the text or the metadata of a record."""
-    with open_memory(store, encoder=encoder, neural=neural) as memory:
-        data = json_pairs(metadata, "--metadata") if metadata else None
+    data = json_pairs(metadata, "--metadata") if metadata else None
+    with open_memory(store, "change", encoder=encoder, neural=neural) as memory:
         record = memory.update(id, text, data, user=user, keep_old=keep_old)
     typer.echo(f"Updated {record.id}, version {record.version}, surprise {record.surprise:.3f}.")
 
@@ -184,7 +222,7 @@ def delete(
     neural: Neural = None,
 ) -> None:
     """Erase records for good: all of them or, if one is unknown, none."""
-    with open_memory(store, neural=neural) as memory:
+    with open_memory(store, "change", neural=neural) as memory:
         count = memory.delete(ids, user=user)
     typer.echo(f"{count:,} records erased")
 
@@ -201,7 +239,7 @@ def delete_all(
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
 ) -> None:
     """Erase every record of exactly this user, agent and session for good, with the history."""
-    with open_memory(store) as memory:
+    with open_memory(store, "change") as memory:
         from titans.text.records import Scope
 
         scope = Scope(user, agent, session)
@@ -240,7 +278,12 @@ def export(
 ) -> None:
     """Write all records to a file, one JSON object per line."""
     check_output(file)
-    with open_memory(store) as memory:
+    with open_memory(store, "read") as memory:
+        from titans.text.database import belongs
+        from titans.text.location import is_server
+
+        if not is_server(memory.store.name) and belongs(file, memory.store.name):
+            raise ValueError(f"{file} belongs to the store itself; expected another file.")
         count = memory.export(file, user)
     typer.echo(f"{count:,} records: {file}")
 
@@ -253,7 +296,13 @@ def import_(
     neural: Neural = None,
 ) -> None:
     """Add the records of a JSONL file, in their order; records that are already there are skipped."""
-    with bar("encoding") as move, open_memory(store, new=True, encoder=encoder, neural=neural) as memory:
+    with in_sentences():
+        from titans.text.records import read_records
+
+        if file.is_file():  # a pipe can be read only once
+            for _ in read_records(file):
+                pass
+    with bar("encoding") as move, open_memory(store, "add", encoder=encoder, neural=neural) as memory:
         count, name = memory.import_(file, move), memory.store.name
     typer.echo(f"{count:,} records added to {name}")
 
@@ -261,7 +310,7 @@ def import_(
 @app.command("reindex")
 def reindex(store: Store = None, encoder: Encoder = None, neural: Neural = None) -> None:
     """Make all vectors and memories again, with the given encoder and projections."""
-    with bar("encoding") as move, open_memory(store, encoder=encoder, neural=neural) as memory:
+    with bar("encoding") as move, open_memory(store, "change", encoder=encoder, neural=neural) as memory:
         count, name = memory.reindex(move), memory.store.name
     typer.echo(f"{count:,} records of {name} have new vectors and memories")
 
@@ -269,7 +318,7 @@ def reindex(store: Store = None, encoder: Encoder = None, neural: Neural = None)
 @app.command("compact")
 def compact(store: Store = None) -> None:
     """Rewrite a store without the space of what was erased."""
-    with open_memory(store) as memory:
+    with open_memory(store, "change") as memory:
         saved, name = memory.compact(), memory.store.name
     typer.echo(f"{name} is {max(saved, 0):,} bytes smaller")
 
@@ -282,14 +331,12 @@ def recover(
     neural: Neural = None,
 ) -> None:
     """Copy what can still be read of a damaged store to a new one."""
-    require("the text memory", "transformers", "text")
+    with in_sentences(), bar("reading") as move:
+        from titans.text.location import is_server
+        from titans.text.recovery import recover as run
 
-    from titans.text.location import is_server
-    from titans.text.recovery import recover as run
-
-    with one_sentence(), bar("reading") as move:
         if is_server(store) or is_server(out):
             raise ValueError("a server repairs its own files; expected the folder or file of a store")
-        found = run(store, out, encoder, neural, move)
+        found = run(store, out, *load_weights(encoder, neural), move)
     lost = "it is not known how many are lost" if found.lost is None else f"{found.lost:,} are lost"
     typer.echo(f"{len(found.records):,} records written to {out}; {lost}")

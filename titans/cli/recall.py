@@ -31,11 +31,11 @@ def recall(
     as_json: AsJson = False,
 ) -> None:
     """Find the texts of a memory that match a question best."""
-    with open_memory(store, encoder=encoder, neural=neural) as memory:
+    filters = json_pairs(filter_, "--filter")
+    with open_memory(store, "read", encoder=encoder, neural=neural) as memory:
         found = memory.search(
-            query, user=user, agent=agent, session=session, filters=json_pairs(filter_, "--filter"), limit=limit,
-            threshold=threshold,
-        )  # fmt: skip
+            query, user=user, agent=agent, session=session, filters=filters, limit=limit, threshold=threshold
+        )
         if found.note is not None:
             raise ValueError(f"{found.note} in {memory.store.name}.")
     if as_json:

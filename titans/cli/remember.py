@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,7 @@ from titans.cli.memory import (
     Session,
     Store,
     User,
+    in_sentences,
     json_pairs,
     open_memory,
 )
@@ -38,7 +40,10 @@ def remember(
     session: Session = None,
     role: Annotated[str | None, typer.Option(help="Role of the speaker, such as user or assistant.")] = None,
     metadata: Annotated[
-        list[str], typer.Option("--metadata", help="Keep NAME=VALUE with the text; may be repeated.")
+        list[str],
+        typer.Option(
+            "--metadata", help="Keep NAME=VALUE with the text; a VALUE that is not JSON is a text. May be repeated."
+        ),
     ] = [],  # noqa: B006
     limit: Limit = None,
     encoder: Encoder = None,
@@ -50,17 +55,24 @@ def remember(
         raise typer.BadParameter("expected a text, - or --file, and only one of them.")
     if split not in SPLITS:
         raise typer.BadParameter(f"--split takes {', '.join(SPLITS)}, got '{split}'.")
-    texts = [text] if text is not None and text != "-" else _cut(_read(file), split)
+    data = json_pairs(metadata, "--metadata")
+    with in_sentences():  # everything is checked before the store is made or written to
+        from titans.text.records import Scope, check_metadata, check_role, check_text
+
+        Scope(user, agent, session)
+        check_role(role)
+        check_metadata(data)
+        parts = [("text", text)] if text is not None and text != "-" else _cut(*_read(file), split)
+        texts = [check_text(part, name) for name, part in parts]
     with (
         bar("remembering") as move,
-        open_memory(store, new=True, encoder=encoder, neural=neural, limit=limit) as memory,
+        open_memory(store, "add", encoder=encoder, neural=neural, limit=limit) as memory,
     ):
         records = []
         for start in range(0, len(texts), 1000):
             records += memory.add_many(
-                texts[start : start + 1000], user=user, agent=agent, session=session, role=role,
-                metadata=json_pairs(metadata, "--metadata"),
-            )  # fmt: skip
+                texts[start : start + 1000], user=user, agent=agent, session=session, role=role, metadata=data
+            )
             move(len(records), len(texts), "remembering")
     if as_json:
         typer.echo(json.dumps([record.to_dict() for record in records], ensure_ascii=False, indent=2))
@@ -72,16 +84,24 @@ def remember(
         typer.echo(f"Remembered {len(records):,} texts, mean surprise {mean:.3f}.")
 
 
-def _read(file: Path | None) -> str:
-    """The text of a file, or of standard input."""
+def _read(file: Path | None) -> tuple[str, str]:
+    """The name and the text of a file, or of standard input."""
     name = "the input" if file is None else str(file)
     try:
-        return (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
+        return name, (sys.stdin.buffer.read() if file is None else file.read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise typer.BadParameter(f"{name} is not valid UTF-8 at byte {error.start}.") from None
 
 
-def _cut(text: str, split: str) -> list[str]:
-    parts = [text] if split == "whole" else text.split("\n" if split == "lines" else "\n\n")
-    kept = [part.strip() for part in parts if part.strip()]
-    return kept or [text]  # nothing but space is refused with a sentence
+def _cut(name: str, text: str, split: str) -> list[tuple[str, str]]:
+    """The parts of a text, each with a name that says where it is; of an empty one, the text itself."""
+    if split == "whole" or not text.strip():
+        return [(name, text.strip())]
+    kind, end = ("line", "\n") if split == "lines" else ("the paragraph at line", r"\n\s*\n")
+    parts, line = [], 1
+    for part in re.split(f"({end})", text):
+        before = part[: len(part) - len(part.lstrip())].count("\n")
+        if part.strip():
+            parts.append((f"{kind} {line + before} of {name}", part.strip()))
+        line += part.count("\n")
+    return parts

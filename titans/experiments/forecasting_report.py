@@ -66,7 +66,8 @@ def _data_section(
     labelled = {LABELS[name]: runs for name, runs in rows.items()}
     seeds = sorted({run["seed"] for runs in rows.values() for run in runs})
     about = (
-        f"{len(values):,} rows of {values.shape[1]} variates, look-back {context}, z-scores of the training part, "
+        f"{len(values):,} rows of {values.shape[1]} variate{'s' if values.shape[1] > 1 else ''}, look-back {context}, "
+        "z-scores of the training part, "
         f"every model trained by the squared error, seed{'s' if len(seeds) > 1 else ''} {', '.join(map(str, seeds))}."
     )
     tables = [error_table(labelled, horizons)]

@@ -87,6 +87,22 @@ def locate(path: str | Path) -> Path:
     return path if path.is_file() or path.suffix in FILE_ENDINGS else path / FILE_NAME
 
 
+def can_write(store: str | Path) -> bool:
+    """Whether the file of a store, and the folder in which SQLite keeps its log of writes, may be written."""
+    file = locate(store).resolve()
+    effective = os.access in os.supports_effective_ids
+    return all(os.access(path, os.W_OK, effective_ids=effective) for path in (file, file.parent))
+
+
+def belongs(path: str | Path, store: str | Path) -> bool:
+    """Whether a path is the database file of a store, or one of the files that go with it, by whatever links."""
+    file, path = locate(store).resolve(), Path(path).resolve()
+    return any(
+        each.parent == file.parent and (each.name == file.name or each.name.startswith(f"{file.name}-"))
+        for each in (path, *path.parents)
+    )
+
+
 class Database:
     """An open database file; safe to share between threads, and between processes by opening the same path.
 
@@ -157,7 +173,17 @@ class Database:
                     return self._connect()
                 if mode == modes[-1]:
                     raise
+                self._refuse_unread_log(error)
         raise AssertionError("the last mode returns or raises")
+
+    def _refuse_unread_log(self, error: sqlite3.Error) -> None:
+        file = self.file.resolve()
+        log = file.with_name(file.name + "-wal")
+        if not self.damage and log.is_file() and log.stat().st_size:
+            raise StoreError(
+                f"{log} holds writes that cannot be read where nothing can be written ({sentence(error)}); "
+                "copy the store to a place that can be written"
+            ) from error
 
     def _prepare(self, connection: sqlite3.Connection) -> None:
         """Makes the tables of a new store; identifies an old one before anything is done to it."""

@@ -284,9 +284,9 @@ class Memory:
         for place, index in enumerate(members):
             record = records[index]
             if place in known:
-                repeats[index], seqs[index] = index, known[place][0]
+                repeats[index], seqs[index] = index, known[place]
                 continue
-            first = new.setdefault((record.text, record.role, json.dumps(record.metadata, sort_keys=True)), index)
+            first = new.setdefault(record.said, index)
             if first != index:
                 repeats[index] = first
         return list(new.values())
@@ -481,9 +481,8 @@ class Memory:
                 old, text=old.text if wanted is None else wanted, metadata=old.metadata if data is None else data,
                 updated=utc_now(), version=old.version + 1,
             )  # fmt: skip
-            if record.text == old.text:
-                vector = None
-            if self._change({seq}, "update", Update(record, vector, keep_old)):
+            # Looked at again every time: others may have changed the text to this one, or from it.
+            if self._change({seq}, "update", Update(record, None if record.text == old.text else vector, keep_old)):
                 break
         return self._find_or_raise(id, user)[1]
 
@@ -728,10 +727,20 @@ class Memory:
         """Adds the records of a file of JSON lines, in their order, with their ids; returns how many were added.
 
         A line needs only a ``text``. All lines are checked before any is written. A record that is already there, with
-        the same id, text and scope, is skipped, so that an import that was cut off can be run again.
+        the same id, text and scope, is skipped, so that an import that was cut off can be run again; without an id, one
+        with the same text, role, metadata and scope.
         """
         self.store.require_writable()
-        records = [record for number, record in read_records(Path(path)) if not self._is_there(number, record, path)]
+        records: list[Record] = []
+        told: set[tuple[Scope, Any]] = set()  # by lines without an id
+        for number, record, has_id in read_records(Path(path)):
+            if has_id and self._is_there(number, record, path):
+                continue
+            if not has_id:
+                if (record.scope, record.said) in told or self._was_told(record):
+                    continue
+                told.add((record.scope, record.said))
+            records.append(record)
         return self.restore(records, progress)
 
     def restore(self, records: Sequence[Record], progress: Progress | None = None) -> int:
@@ -754,6 +763,12 @@ class Memory:
         if (found[1].text, found[1].scope) != (record.text, record.scope):
             raise ValueError(f"{path}, line {number}: the store has another record with the id {record.id!r}")
         return True
+
+    def _was_told(self, record: Record) -> bool:
+        """Whether its scope has a record that says the same."""
+        with self.store.reading():
+            row = self.store.find_scope(record.scope)
+            return row is not None and bool(self.store.find_same(row.id, [record]))
 
     def reindex(self, progress: Progress | None = None) -> int:
         """Makes all vectors and memories again, with this encoder and these projections; returns the number of records.
@@ -805,7 +820,10 @@ class Memory:
         wrong = self._differences(encoder)
         if wrong and self.store.count():
             name, theirs, mine = wrong[0]
-            what = {"encoder": "vectors were made by another encoder", "neural": "memories by other projections"}[name]
+            what = {
+                "encoder": "vectors were made by another encoder",
+                "neural": "memories were made by other projections",
+            }[name]
             raise OtherEncoder(
                 f"{self.store.name}: its {what} ({theirs}, this is {mine}); open it with the same, or make them again "
                 f"from its texts: `titans memory reindex --store {self.store.name}`"

@@ -12,10 +12,9 @@ replicas are the administrator's.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,7 +31,19 @@ from titans.text.postgres_connection import Numbers, load_vectors
 from titans.text.postgres_schema import TABLES, quote
 from titans.text.postgres_search import Finder, of_scopes, passing
 from titans.text.sqlite import to_record
-from titans.text.store import WORD, ScopeRow, Selection, State, Store, Tests, checksum, encode_body, follow, to_event
+from titans.text.store import (
+    WORD,
+    ScopeRow,
+    Selection,
+    State,
+    Store,
+    Tests,
+    checksum,
+    encode_body,
+    follow,
+    to_event,
+    to_json,
+)
 
 PART = 1_000  # records that are fetched at a time
 ROW = (
@@ -288,7 +299,7 @@ class PostgresStore(Finder, Store):
             scope, body, length = scopes[record.scope], encode_body(record), len(WORD.findall(record.text))
             rows.append(
                 (
-                    seq, record.id, scope.user, scope.id, record.role, record.text, _json(record.metadata),
+                    seq, record.id, scope.user, scope.id, record.role, record.text, to_json(record.metadata),
                     record.created, record.updated, record.version, length, checksum(body), checksum(record.text),
                     record.surprise, record.uses, record.repeats, record.replaces,
                 )
@@ -453,7 +464,7 @@ class PostgresStore(Finder, Store):
             "UPDATE records SET text = %s, metadata = %s, updated = %s, version = %s, words = %s, sum = %s,"
             " text_sum = %s WHERE seq = %s",
             (
-                record.text, _json(record.metadata), record.updated, record.version, length, checksum(body),
+                record.text, to_json(record.metadata), record.updated, record.version, length, checksum(body),
                 checksum(record.text), seq,
             ),
         )  # fmt: skip
@@ -499,16 +510,11 @@ class PostgresStore(Finder, Store):
 
     # Repeats and versions
 
-    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
-        rows = self._all(
-            "SELECT seq, id, text, role, metadata::text FROM records WHERE scope = %s AND text_sum = ANY(%s)"
-            " ORDER BY seq DESC",
-            (scope, [checksum(record.text) for record in records]),
+    def seqs_by_text(self, scope: int, sums: Collection[int]) -> list[int]:
+        """The records of a scope whose texts have one of these checksums, in their order."""
+        return self._column(
+            "SELECT seq FROM records WHERE scope = %s AND text_sum = ANY(%s) ORDER BY seq", (scope, list(sums))
         )
-        known = {tuple(row[2:]): (row[0], row[1]) for row in rows}
-        keys = [(record.text, record.role, _json(record.metadata)) for record in records]
-        return {place: known[key] for place, key in enumerate(keys) if key in known}
 
     def repeat(self, seq: int, at: str) -> None:
         """Counts one more time that a record was told, at a time, with a line in the log."""
@@ -656,7 +662,3 @@ def drop_store(url: str) -> None:
 
 def _to_bytes(vector: np.ndarray) -> bytes:
     return vector.astype("<f4").tobytes()
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)

@@ -18,7 +18,7 @@ from titans.text.index import nearest_exact
 from titans.text.postgres_connection import CANDIDATES, Numbers, Server, load_vectors
 from titans.text.postgres_schema import lock_key
 from titans.text.ranking import MOST_POSTINGS, bm25, rarest
-from titans.text.store import WORD, Matches, Selection, Stemmer, Tests, checksum
+from titans.text.store import OPERATORS, WORD, Matches, Selection, Stemmer, Tests, checksum
 
 EXACT = 5_000  # records that are compared one by one; users with more get an index
 WIDEST = 2_000  # numbers of a vector that HNSW can index
@@ -29,7 +29,6 @@ TOGETHER = 4  # vectors from which on that is quicker
 STEMS_KEPT = 100_000
 REST = 600.0  # seconds after an index could not be built until it is tried again
 INDEX = r"^vectors_\d+_[0-9a-f]{8}$"  # names of the indexes: the user and a checksum of the encoder
-OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,11 @@ from typing import Any
 
 MAX_TEXT = 1_000_000  # bytes of a text
 MAX_METADATA = 65_536  # bytes of a record's metadata, as JSON
+MAX_NESTING = 32  # lists and objects of metadata in each other
 MAX_NAME = 200  # characters of a user, agent, session, role or id
 MAX_FOUND = 1_000  # records of one search
 MAX_NUMBER = 2**63 - 1  # of a whole number, as databases have them
+MAX_COUNT = 2**53  # of something that is counted further
 ANY_CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 CONTROLS = re.compile(r"(?![\t\n\r\v\f\x85])[\x00-\x1f\x7f-\x9f]")  # not allowed in a text
 UNUSABLE = re.compile("[\0\ud800-\udfff]")  # not allowed in metadata
@@ -97,6 +99,11 @@ class Record:
     replaces: str | None = None
 
     @property
+    def said(self) -> tuple[str, str | None, str]:
+        """What a repeat has in common with it: text, role and metadata, whatever the order of its keys."""
+        return self.text, self.role, json.dumps(self.metadata, sort_keys=True)
+
+    @property
     def scope(self) -> Scope:
         """The exact user, agent and session."""
         return Scope(self.user, self.agent, self.session)
@@ -126,9 +133,9 @@ class Record:
             metadata=check_metadata(given.get("metadata")),
             created=created,
             updated=check_time(_default(given.get("updated"), created), "updated"),
-            version=check_count(given.get("version", 1), "version", 1),
-            uses=check_count(given.get("uses", 0), "uses", 0),
-            repeats=check_count(given.get("repeats", 0), "repeats", 0),
+            version=check_count(given.get("version", 1), "version", 1, MAX_COUNT),
+            uses=check_count(given.get("uses", 0), "uses", 0, MAX_COUNT),
+            repeats=check_count(given.get("repeats", 0), "repeats", 0, MAX_COUNT),
             replaces=None if given.get("replaces") is None else check_name(given["replaces"], "replaces"),
         )
         Scope(record.user, record.agent, record.session)
@@ -202,7 +209,7 @@ class Event:
     metadata: dict[str, Any] | None
 
 
-def read_records(path: Path) -> Iterator[tuple[int, Record]]:
+def read_records(path: Path) -> Iterator[tuple[int, Record, bool]]:
     """The records of a file of JSON lines with their line numbers; a ``ValueError`` names the line that is wrong."""
     seen: set[str] = set()
     with path.open("rb") as stream:
@@ -210,7 +217,8 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
             if not line.strip():
                 continue
             try:
-                record = Record.from_dict(json.loads(line.decode("utf-8")))
+                given = json.loads(line.decode("utf-8"))
+                record = Record.from_dict(given)
             except UnicodeDecodeError:
                 raise ValueError(f"{path}, line {number} is not valid UTF-8") from None
             except json.JSONDecodeError as error:
@@ -220,7 +228,7 @@ def read_records(path: Path) -> Iterator[tuple[int, Record]]:
             if record.id in seen:
                 raise ValueError(f"{path}, line {number}: the id {record.id!r} is used twice")
             seen.add(record.id)
-            yield number, record
+            yield number, record, given.get("id") is not None
 
 
 def new_id() -> str:
@@ -284,6 +292,8 @@ def check_metadata(metadata: object) -> dict[str, Any]:
     if size > MAX_METADATA:
         raise ValueError(f"metadata has {size:,} bytes as JSON; expected at most {MAX_METADATA:,}")
     made: dict[str, Any] = json.loads(text)
+    if _nesting(made) > MAX_NESTING:
+        raise ValueError(f"metadata has more than {MAX_NESTING} lists and objects in each other; expected fewer")
     for value in _scalars(made):
         if value is not None and not _is_scalar(value):
             raise ValueError(f"metadata has the value {_shown(value)}; expected {VALUES}")
@@ -369,6 +379,15 @@ def _scalars(value: object) -> Iterator[object]:
             left += each
         else:
             yield each
+
+
+def _nesting(value: object) -> int:
+    """How many lists and objects are in each other."""
+    layer, depth = [value], 0
+    while layer := [each for each in layer if isinstance(each, (dict, list))]:
+        layer = [inner for each in layer for inner in (each.values() if isinstance(each, dict) else each)]
+        depth += 1
+    return depth
 
 
 def _is_scalar(value: object) -> bool:

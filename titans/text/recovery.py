@@ -48,7 +48,11 @@ def salvage(path: str | Path) -> Salvage:
         try:
             # Lets SQLite read a file that is shorter than its header says.
             connection.execute("PRAGMA writable_schema = ON")
-            return _read(connection)
+            found = _read(connection)
+            # Compiled and not run: whether there is a table of records, however damaged its pages are.
+            if not found.records and _try(connection, f"EXPLAIN SELECT {FIELDS} FROM records") is None:
+                raise StoreError(f"{file} is not a memory store, or nothing can be read from it")
+            return found
         except sqlite3.DatabaseError as error:
             raise StoreError(f"nothing can be read from {file}: {error}") from error
         finally:

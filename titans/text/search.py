@@ -12,7 +12,7 @@ from titans.text.details import split_speaker
 from titans.text.ranking import Ranking, content_words, fuse, order_by
 from titans.text.records import DamagedStore, Found, Hit, Record
 from titans.text.store import WORD, Matches, Selection, Store
-from titans.text.versions import FIRST, find_newest, is_statement
+from titans.text.versions import FIRST, asked_for, find_newest, is_statement
 
 SLACK = 0.2  # by how much a newer version may be further from the question than an older one
 NEAREST = 10  # records by meaning that may count for being near
@@ -95,7 +95,7 @@ class Search:
         cosines: dict[int, float] = {}
         # The index rounds its cosines, and has none for what only the words found.
         near = self._products([*versions.records], self.vector)
-        for seq, score in versions.newest_first(fused, near, asked):
+        for seq, score in versions.newest_first(fused, near, self.query):
             cosines[seq] = near[seq] if seq in near else self._products([seq], self.vector)[seq]
             if threshold is None or cosines[seq] >= threshold:
                 chosen.append((seq, score))
@@ -104,7 +104,10 @@ class Search:
         known |= versions.records
         known |= self._records([seq for seq, _ in chosen if seq not in known])
         first = [seq for seq, _ in chosen[:FIRST]]
-        newest = find_newest([(known[seq], cosines[seq]) for seq in first], self._vectors(first)) if first else 0
+        newest = 0
+        if len(first) > 1:
+            answers = [(known[seq], cosines[seq]) for seq in first]
+            newest = find_newest(answers, self._vectors(first), self.query, versions.told_at)
         if newest and not versions.linked(first[0], first[newest]):
             chosen.insert(0, (chosen.pop(newest)[0], chosen[0][1]))
         ranks = {name: {seq: rank for rank, seq in enumerate(order, 1)} for name, order in orders.items()}
@@ -181,30 +184,38 @@ class Versions:
     """
 
     def __init__(self, store: Store, records: Mapping[int, Record], filtered: bool) -> None:
+        self._store = store
         self.records = dict(records)
         ids = [record.id for record in records.values()]
-        newest = store.newest_versions(ids)
+        self._newest = store.newest_versions(ids)
         if not filtered:
-            found = (store.find(id, None) for id in set(newest.values()).difference(ids))
+            found = (store.find(id, None) for id in set(self._newest.values()).difference(ids))
             self.records |= dict(each for each in found if each is not None)
         statements: dict[str, list[int]] = {}  # versions by the id of the newest
-        for seq in sorted(self.records, key=lambda seq: (_told(self.records[seq]), seq), reverse=True):
+        for seq in sorted(self.records, key=lambda seq: (self.told_at(self.records[seq]), seq), reverse=True):
             id = self.records[seq].id
-            statements.setdefault(newest.get(id, id), []).append(seq)
+            statements.setdefault(self._newest.get(id, id), []).append(seq)
         self._versions = {seq: versions for versions in statements.values() for seq in versions}
 
+    def told_at(self, record: Record) -> str:
+        """When a record was told last; a change of its text or metadata is another matter."""
+        if not record.repeats or record.version == 1:
+            return record.updated if record.repeats else record.created
+        events = self._store.history(record.id, record.user)
+        return max((event.at for event in events if event.kind == "repeat"), default=record.created)
+
     def newest_first(
-        self, ranked: Sequence[tuple[int, float]], cosines: Mapping[int, float], asked: Sequence[str]
+        self, ranked: Sequence[tuple[int, float]], cosines: Mapping[int, float], query: str
     ) -> Iterator[tuple[int, float]]:
         """Records and their scores, best first: the places of a statement go to its versions, the newest first.
 
-        A version stays where it is if it is much further from the question than another, in case it is none, and if the
-        question has a word that only this version has: then it is the one that is asked for.
+        A version stays where it is if it is much further from the question than another, in case it is none. Those for
+        which the question asks by a word that others lack change places among themselves only.
         """
         places = {seq for seq, _ in ranked}
         queues: dict[int, Iterator[int]] = {}  # by the first of the members
         for seq, score in ranked:
-            members = self._exchangeable(seq, cosines, asked) if seq in self.records else [seq]
+            members = self._exchangeable(seq, cosines, query) if seq in self.records else [seq]
             if seq not in members or len(members) == 1:
                 yield seq, score
                 continue
@@ -213,22 +224,28 @@ class Versions:
                 if member in places:  # otherwise one that was not found by itself, and goes before one that was
                     break
 
-    def _exchangeable(self, seq: int, cosines: Mapping[int, float], asked: Sequence[str]) -> list[int]:
+    def _exchangeable(self, seq: int, cosines: Mapping[int, float], query: str) -> list[int]:
         """The versions of a record, the newest first, that may take each other's places."""
         members = self._versions[seq]
         least = max(cosines[member] for member in members) - SLACK
+        asked = self._asked_for(members, query)
+        return [member for member in members if cosines[member] >= least and asked[member] == asked[seq]]
+
+    def _asked_for(self, members: Sequence[int], query: str) -> dict[int, frozenset[str]]:
+        """For each version the words of the question that tell it from others."""
+        texts = {member: self.records[member].text for member in members}
         words = {
-            member: {word.casefold() for word in content_words(WORD.findall(self.records[member].text))}
-            for member in members
+            member: {word.casefold() for word in content_words(WORD.findall(text))} for member, text in texts.items()
         }
-        named = {word.casefold() for word in asked if len(word) > 1}  # not the s of Anna's
-
-        def is_named(member: int) -> bool:
-            own = words[member].difference(*(words[other] for other in members if other != member))
+        named = {word.casefold() for word in content_words(WORD.findall(query)) if len(word) > 1}  # not the s of Anna's
+        asked = {}
+        for member in members:
+            others = [other for other in members if other != member]
+            own = words[member].difference(*(words[other] for other in others))
             # In other words than the others, its own may be those of the question.
-            return bool(own & named) and 2 * len(own) <= len(words[member])
-
-        return [member for member in members if cosines[member] >= least and not is_named(member)]
+            alone = own & named if 2 * len(own) <= len(words[member]) else set()
+            asked[member] = frozenset(alone).union(*(asked_for(query, texts[member], texts[other]) for other in others))
+        return asked
 
     def linked(self, one: int, other: int) -> bool:
         """Whether two records are versions of one statement: their order is settled."""
@@ -238,18 +255,16 @@ class Versions:
         """The id of the newest version, if that is another record."""
         if seq not in self.records:
             return None
-        newest = self.records[self._versions[seq][0]]
-        return None if newest.id == self.records[seq].id else newest.id
+        id = self.records[seq].id
+        newest = self._newest.get(id, id)
+        if newest in {self.records[each].id for each in self._versions[seq]}:
+            newest = self.records[self._versions[seq][0]].id  # which may have been told again since
+        return None if newest == id else newest
 
 
 def _unit(vector: np.ndarray) -> np.ndarray:
     unit: np.ndarray = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return unit
-
-
-def _told(record: Record) -> str:
-    """When a record was told last; a change of its text or metadata is another matter."""
-    return record.updated if record.repeats else record.created
 
 
 def _age(record: Record) -> float:

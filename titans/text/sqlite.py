@@ -11,7 +11,7 @@ import os
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from titans.text.index import LocalIndex, Segment, UserRow
 from titans.text.ranking import MOST_POSTINGS, bm25, count_words, rarest
 from titans.text.records import Event, Record, Scope, StoreError, new_id, utc_now
 from titans.text.store import (
+    OPERATORS,
     WORD,
     Matches,
     ScopeRow,
@@ -36,6 +37,7 @@ from titans.text.store import (
     follow,
     mark_word,
     to_event,
+    to_json,
 )
 from titans.words import sentence
 
@@ -45,7 +47,6 @@ ROW = (
 )
 SCOPE = "s.id, s.user, s.count, s.version FROM scopes s"
 IN_STATEMENT = 500  # numbers of records that one statement asks for
-OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}
 
 
 class SqliteStore(Database, Store):
@@ -168,7 +169,7 @@ class SqliteStore(Database, Store):
                 "INSERT INTO records (id, user, scope, role, text, metadata, created, updated, version, words, sum,"
                 " surprise, uses, repeats, replaces, text_sum) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
-                    record.id, scope.user, scope.id, record.role, record.text, _json(record.metadata), record.created,
+                    record.id, scope.user, scope.id, record.role, record.text, to_json(record.metadata), record.created,
                     record.updated, record.version, len(WORD.findall(record.text)), checksum(body), record.surprise,
                     record.uses, record.repeats, record.replaces, checksum(record.text),
                 ),
@@ -371,18 +372,12 @@ class SqliteStore(Database, Store):
         )
         return [to_event(*row) for row in rows]
 
-    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
-        found = {}
-        for place, record in enumerate(records):
-            row = self._one(
-                "SELECT seq, id FROM records"
-                " WHERE scope = ? AND text_sum = ? AND text = ? AND role IS ? AND metadata = ? ORDER BY seq LIMIT 1",
-                (scope, checksum(record.text), record.text, record.role, _json(record.metadata)),
-            )
-            if row is not None:
-                found[place] = row
-        return found
+    def seqs_by_text(self, scope: int, sums: Collection[int]) -> list[int]:
+        """The records of a scope whose texts have one of these checksums, in their order."""
+        return self._column(
+            "SELECT seq FROM records WHERE scope = ? AND text_sum IN (SELECT value FROM json_each(?)) ORDER BY seq",
+            (scope, json.dumps(list(sums))),
+        )
 
     def repeat(self, seq: int, at: str) -> None:
         """Counts one more time that a record was told, at a time, with a line in the log."""
@@ -437,7 +432,7 @@ class SqliteStore(Database, Store):
             "UPDATE records SET text = ?, metadata = ?, updated = ?, version = ?, words = ?, sum = ?, text_sum = ?"
             " WHERE seq = ?",
             (
-                record.text, _json(record.metadata), record.updated, record.version, len(WORD.findall(record.text)),
+                record.text, to_json(record.metadata), record.updated, record.version, len(WORD.findall(record.text)),
                 checksum(body), checksum(record.text), seq,
             ),
         )  # fmt: skip
@@ -663,10 +658,6 @@ def to_record(row: Sequence[Any]) -> Record:
         metadata=json.loads(row[6]), created=row[7], updated=row[8], surprise=row[9], version=row[10], uses=row[11],
         repeats=row[12], replaces=row[13],
     )  # fmt: skip
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _marked(user: int, text: str) -> str:

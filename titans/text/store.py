@@ -8,7 +8,7 @@ import sqlite3
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +23,7 @@ FORMAT = 2  # of the tables, in every engine
 WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
 MARK = "0_"  # of words that are stemmed for any user
+OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}  # of filters, in SQL
 Tests = Mapping[str, Mapping[str, Any]]  # of metadata, as check_filters returns them
 
 
@@ -236,9 +237,15 @@ class Store(ABC):
 
     # Repeats and versions
 
+    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, int]:
+        """By position in ``records``, the number of a scope's first record with the same text, role and metadata."""
+        told = self.records(self.seqs_by_text(scope, {checksum(record.text) for record in records}))
+        known = {record.said: seq for seq, record in reversed(told.items())}
+        return {place: known[record.said] for place, record in enumerate(records) if record.said in known}
+
     @abstractmethod
-    def find_same(self, scope: int, records: Sequence[Record]) -> dict[int, tuple[int, str]]:
-        """By position in ``records``, the number and id of a scope's record with the same text, role and metadata."""
+    def seqs_by_text(self, scope: int, sums: Collection[int]) -> list[int]:
+        """The records of a scope whose texts have one of these checksums, in their order."""
 
     @abstractmethod
     def repeat(self, seq: int, at: str) -> None:
@@ -372,14 +379,18 @@ def mark_word(user: int, word: str) -> str:
 
 def encode_body(record: Record) -> str:
     """What makes a record, as one JSON text: what the log keeps, and what checksums are of."""
-    return json.dumps(
+    return to_json(
         {
             "id": record.id, "text": record.text, "user": record.user, "agent": record.agent,
             "session": record.session, "role": record.role, "metadata": record.metadata, "created": record.created,
             "updated": record.updated, "version": record.version,
-        },
-        ensure_ascii=False,
+        }
     )  # fmt: skip
+
+
+def to_json(value: Any) -> str:
+    """As it is kept in tables."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def checksum(data: str | bytes) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -29,6 +29,7 @@ _BESIDE = frozenset(
     visited watched went
     """.split()  # noqa: SIM905
 )
+_VERBS = frozenset(("are", "had", "has", "have", "is", "was", "were"))  # before them stands what is talked about
 _NUMBER = re.compile(r"\d+(?:[.,:]\d+)*")
 
 
@@ -52,6 +53,9 @@ def likeness(new: str, old: str, cosine: float) -> float:
     mine, theirs = ({plain for _, plain in each} for each in (words, others))
     if (subject not in theirs and subject_of_other not in mine) or mine & theirs & _BESIDE:
         return 0.0
+    things, other_things = _things(words), _things(others)
+    if things - other_things and other_things - things:
+        return 0.0
     alike = ALIKE if len(mine & theirs) >= SAME_WORDS and _differ_in_one_place(new, old) else 0.0
     mine, theirs = (each - STOP_WORDS - {subject, subject_of_other} for each in (mine, theirs))
     return max(alike, cosine + OVERLAP * len(mine & theirs) / max(1, len(mine | theirs)))
@@ -72,7 +76,9 @@ def find_older_version(new: Record, candidates: Sequence[tuple[Record, float]]) 
     return best
 
 
-def find_newest(hits: Sequence[tuple[Record, float]], vectors: np.ndarray) -> int:
+def find_newest(
+    hits: Sequence[tuple[Record, float]], vectors: np.ndarray, query: str, told_at: Callable[[Record], str]
+) -> int:
     """Which of the first hits of a search to put first: the newest that says nearly the same as the first.
 
     Two wordings of a statement may be too different to be linked when they are written. That both are among the first
@@ -81,6 +87,8 @@ def find_newest(hits: Sequence[tuple[Record, float]], vectors: np.ndarray) -> in
     Args:
         hits: records with the cosine of each with the question, best first; only the first ``FIRST`` count.
         vectors: (n, width), of the hits.
+        query: the question.
+        told_at: when a record was told last.
     """
     best, cosine = hits[0]
     newest = 0
@@ -91,14 +99,21 @@ def find_newest(hits: Sequence[tuple[Record, float]], vectors: np.ndarray) -> in
             and told_at(record) > told_at(hits[newest][0])
             and value >= cosine - WITHIN
             and likeness(record.text, best.text, float(vectors[index] @ vectors[0])) >= NEARLY
+            and not asked_for(query, best.text, record.text)
         ):
             newest = index
     return newest
 
 
-def told_at(record: Record) -> str:
-    """When a record was told last; a change of its text or metadata is another matter."""
-    return record.updated if record.repeats else record.created
+def asked_for(query: str, one: str, other: str) -> frozenset[str]:
+    """The words of a question that ``one`` has and ``other`` has not, if these are built alike: then it means that one.
+
+    In statements that are put in different ways, such words may be those of the question by chance.
+    """
+    words, others = ([plain for _, plain in _words(split_speaker(text)[1])] for text in (one, other))
+    if len(words) != len(others) or 2 * sum(map(str.__eq__, words, others)) < len(words):
+        return frozenset()
+    return frozenset(_telling(query) & _telling(one) - _telling(other))
 
 
 def contradiction(new: str, old: str, cosine: float) -> float:
@@ -138,6 +153,24 @@ def _words(text: str) -> list[tuple[str, str]]:
         plain = word.casefold().replace("’", "'")
         found.append((word, "i" if plain in SELF else plain.removesuffix("'s")))
     return found
+
+
+def _telling(text: str) -> set[str]:
+    """The words by which things are told apart: no stop words, but numbers, and single capitals as in door A."""
+    words = _words(split_speaker(text)[1])
+    letters = {plain for word, plain in words[1:] if len(word) == 1 and word.isupper() and plain != "i"}
+    return {plain for _, plain in words if plain not in STOP_WORDS and (len(plain) > 1 or plain.isdigit())} | letters
+
+
+def _things(words: Sequence[tuple[str, str]]) -> set[str]:
+    """Names and numbers before the verb: what a statement is about, and not what it says of it."""
+    end = next((index for index, (_, plain) in enumerate(words) if plain in _VERBS), 0)
+    inside = enumerate(words[:end])
+    return {
+        plain
+        for index, (word, plain) in inside
+        if plain != "i" and (word[0].isdigit() or (index and word[0].isupper()))
+    }
 
 
 def _subject(words: Sequence[tuple[str, str]]) -> str:
