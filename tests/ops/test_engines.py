@@ -125,12 +125,17 @@ def test_an_engine_that_declines_says_which_part(part: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, call.weights, strict=True))
 
 
-def test_what_the_fast_engines_decline_the_definition_runs() -> None:
+def test_what_the_fast_engines_decline_the_definition_runs_and_says_so_once() -> None:
     call = make(Case(depth=1))
     tokens = Tokens(call.q, call.k, call.v, call.theta, call.alpha, call.eta)
-    y, _ = run_memory(Rule(lambda weights, x: 2 * x @ weights[0].mT), tokens, call.start())
-    doubled = make(Case(depth=1)).map(lambda name, x: 2 * x if name in ("weights.0",) else x)
-    assert y.shape == doubled.v.shape and y.isfinite().all()
+    rule = Rule(lambda weights, x: x @ weights[0].mT)
+    engines._warn_once.cache_clear()
+    with pytest.warns(UserWarning, match="the memory runs by its definition, token by token, which is slow"):
+        found = run_memory(rule, tokens, call.start())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run_memory(rule, tokens, call.start())
+    assert_same(values(found), values(call(neural_memory_recurrent, 1)))
 
 
 def test_the_environment_is_a_wish_not_an_order(monkeypatch: pytest.MonkeyPatch) -> None:

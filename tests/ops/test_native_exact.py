@@ -18,6 +18,9 @@ from tests.ops.cases import (
 )
 from titans.ops import neural_memory_exact
 from titans.ops.native.exact import BLOCK, KEPT_NUMBERS, choose_segment
+from titans.ops.native.library import library
+
+pytestmark = pytest.mark.skipif(library(torch.float64) is None, reason="the compiled loops are switched off")
 
 
 @pytest.mark.parametrize("time", [BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 3])

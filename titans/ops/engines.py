@@ -28,6 +28,7 @@ from titans.ops.rule import Rule, Tokens
 from titans.ops.state import MemoryState, Surprise
 
 LINEAR_TILE, DEEP_TILE = 64, 8
+AS_ASKED, FASTEST = "as asked", "the fastest"  # why an engine was chosen
 Found = tuple[Tensor, MemoryState, Surprise | None]
 
 
@@ -88,7 +89,9 @@ def run_memory(
     check_inputs(rule, tokens, state)
     if check_values:
         check_values_of(tokens)
-    chosen, _ = choose(rule, state, engine, options)
+    chosen, reason = choose(rule, state, engine, options)
+    if reason not in (FASTEST, AS_ASKED) and chosen.name == "definition":
+        _warn_once(f"the memory runs by its definition, token by token, which is slow ({reason})")
     if not tokens.q.shape[0] or not tokens.q.shape[2]:
         empty = tokens.v.new_zeros(tokens.q.shape[:3])
         y, surprise = torch.empty_like(tokens.v), Surprise(empty, empty)
@@ -116,7 +119,7 @@ def choose(
     for candidate in dict.fromkeys([wish or "native", *ENGINES]):
         reason = ENGINES[candidate].declines(rule, state, options)
         if reason is None:
-            return ENGINES[candidate], "; ".join(declined) or ("as asked" if wish else "the fastest")
+            return ENGINES[candidate], "; ".join(declined) or (AS_ASKED if wish else FASTEST)
         if engine:
             raise ValueError(f"engine is {engine!r}, which does not take this memory: {reason}")
         declined.append(f"not {candidate}: {reason}")

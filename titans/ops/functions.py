@@ -155,7 +155,8 @@ def neural_memory_exact(
             refined: not for a model that must be causal to the last bit.
         guard_every: with ``max_norm``, how many tokens lie between two checks.
         checkpoint_every: the backward pass keeps the state at every so many tiles and recomputes what lies between;
-            default: so many that their graph takes about 128 MB. The compiled loop keeps one every 32 tokens.
+            default: so many that their graph takes about 128 MB. The compiled loop keeps one every 32 tokens, or less
+            often where they would take more than 32 MB (float32).
         residuals: a list that receives each tile's last relative change, a scalar tensor; empty for linear memory.
         engine: as for :func:`titans.ops.neural_memory_chunked`.
     """
