@@ -241,7 +241,7 @@ def is_intercepted() -> bool:
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """``module(x)``, faster for few rows without a graph."""
     few = not is_traced() and not torch.is_grad_enabled() and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
-    if few and module.bias is None and _is_ordinary(module) and _takes(x, module.weight):
+    if few and module.bias is None and _is_ordinary(module) and _can_step(x, module.weight):
         return native.linear(x, module.weight)
     y: Tensor = module(x)
     return y
@@ -267,7 +267,7 @@ def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
         if k.shape[2] < (length if isinstance(attention, SegmentAttention) else min(length, size - 1)):
             return False
         tensors += [k, state.attention.v]
-    return _takes(*tensors)
+    return _can_step(*tensors)
 
 
 def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
@@ -282,11 +282,11 @@ def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
         and isinstance(state.position, int)
         and state.position < (rule.period or 1)
         and state.rule in (None, rule.grid)
-        and _takes(x, *memory.parameters(), *state.weights, *state.momentum, *state.conv)
+        and _can_step(x, *memory.parameters(), *state.weights, *state.momentum, *state.conv)
     )
 
 
-def _takes(*tensors: Tensor) -> bool:
+def _can_step(*tensors: Tensor) -> bool:
     """Whether the compiled loops can read these as they are."""
     return (
         not is_intercepted()

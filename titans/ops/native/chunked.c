@@ -170,7 +170,7 @@ static void make_finite(const Settings *s, Work *w, const REAL *keys, const REAL
 }
 
 /* The key pass: every layer's inputs and deltas at the anchor, and each token's step. */
-static void study(const Settings *s, const Inputs *in, size_t first, Work *w, int backward) {
+static void find_gradients(const Settings *s, const Inputs *in, size_t first, Work *w, int backward) {
     int b = w->b, depth = s->depth;
     const REAL *keys = in->k + first * s->width_in, *values = in->v + first * s->width_out;
     copy_rows(s, b, s->width_in, keys, s->width_in, w->layers[0].x);
@@ -347,7 +347,7 @@ int titans_chunked(const Settings *s, const Inputs *in, REAL **weights, REAL **m
                     memcpy(saved[l] + ((size_t)r * kept + tile / s->every) * size, a->stack, size * sizeof(REAL));
                 }
             weigh(s, in, first, w);
-            study(s, in, first, w, 0);
+            find_gradients(s, in, first, w, 0);
             if (gradient)
                 for (int t = 0; t < s->tile; t++) {
                     gradient[first + t] = w->kappa[t] * w->total[t];
@@ -535,8 +535,8 @@ static void step_back(const Settings *s, const Inputs *in, size_t first, Work *w
 }
 
 /* Backpropagates the key pass, from x_bar and delta's gradients to keys, values and the anchor. */
-static void study_back(const Settings *s, const Inputs *in, size_t first, Work *w, const REAL *loss_bar, REAL *k_bar,
-                       REAL *v_bar) {
+static void find_gradients_back(const Settings *s, const Inputs *in, size_t first, Work *w, const REAL *loss_bar,
+                                REAL *k_bar, REAL *v_bar) {
     int b = w->b, depth = s->depth, out = s->width_out;
     for (int l = 0; l < depth; l++) memset(w->layers[l].anchor_bar, 0, (size_t)w->layers[l].in * w->layers[l].out * sizeof(REAL));
     for (int l = 1; l < depth; l++) {
@@ -631,7 +631,7 @@ static void weigh_back(const Settings *s, const Inputs *in, size_t first, Work *
 
 static void forward_chunk(const Settings *s, const Inputs *in, size_t first, Work *w) {
     weigh(s, in, first, w);
-    study(s, in, first, w, 1);
+    find_gradients(s, in, first, w, 1);
 }
 
 /* Gradients of everything that went in. grad_weights, grad_momenta (rows, out, in) hold those of the final state on
@@ -715,7 +715,7 @@ int titans_chunked_backward(const Settings *s, const Inputs *in, REAL **saved, c
                     Layer *a = &w->layers[s->depth - 1];
                     product(b, a->out, a->in, plain(a->x, a->in), a->anchor, a->out, w->z, a->out, 1);
                 }
-                study_back(s, in, first, w, grad_loss, grad_k + first * s->width_in, grad_v + first * s->width_out);
+                find_gradients_back(s, in, first, w, grad_loss, grad_k + first * s->width_in, grad_v + first * s->width_out);
                 weigh_back(s, in, first, w, m_bar, grad_alpha, grad_eta);
                 for (int l = 0; l < s->depth; l++) {
                     Layer *a = &w->layers[l];

@@ -149,7 +149,7 @@ static size_t memory_room(const Memory *m, int batch) {
 }
 
 /* M(query), the answer in at->z; every layer's input is kept, a bias's 1 in its place, and its slope if asked for. */
-static void ask(const Memory *m, REAL *const *weights, size_t row, const REAL *query, Layers *at, int slopes) {
+static void run_network(const Memory *m, REAL *const *weights, size_t row, const REAL *query, Layers *at, int slopes) {
     int w = at->widest;
     memcpy(at->x, query, m->width * sizeof(REAL));
     for (int l = 0; l < m->depth; l++) {
@@ -169,7 +169,7 @@ static void write_token(const Memory *m, int row, int head, const REAL *key, con
                         REAL drag, Layers *at) {
     int depth = m->depth, w = at->widest, width = m->width;
     REAL *const *weights = m->chunk > 1 && m->position ? m->anchor : m->weights;
-    ask(m, weights, row, key, at, 1);
+    run_network(m, weights, row, key, at, 1);
     REAL *error = at->delta + (size_t)w * (depth - 1), total = 0, below = 0;
     for (int o = 0; o < width; o++) {
         error[o] = m->squared ? at->z[o] - value[o] : -value[o];
@@ -265,7 +265,7 @@ static void remember(Memory *m, int batch, int threads, const REAL *x, REAL *y, 
         if (m->alpha_row >= 0) keep = 1 - gates[m->alpha_row * m->heads];
         if (m->alpha) keep = 1 - m->alpha[h];
         write_token(m, row, h, q + inner, q + 2 * inner, step * (1 - drag), keep, drag, &at);
-        ask(m, m->weights, row, q, &at, 0);
+        run_network(m, m->weights, row, q, &at, 0);
         let_out(m, at.z, gate + b * inner + h * m->width, out + b * inner + h * m->width);
         if (ends && m->max_norm > 0) guard(m, row, h);
     }
@@ -288,7 +288,7 @@ static void recall(const Memory *m, REAL *const *weights, REAL *conv, int batch,
     for (int row = 0; row < batch * m->heads; row++) {
         Layers at = lay_out(m, row, layers);
         size_t channel = (size_t)row * m->width;
-        ask(m, weights, row, q + channel, &at, 0);
+        run_network(m, weights, row, q + channel, &at, 0);
         let_out(m, at.z, gate + channel, out + channel);
     }
     linear(batch, m->dim, inner, m->to_out, out, y, threads);
