@@ -333,7 +333,10 @@ class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
             restart=restart,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = linear(self.lm_head, output.last_hidden_state[:, kept])
+        hidden = output.last_hidden_state[:, kept]
+        # A token alone goes the quick way; how many logits are kept of a longer call changes no bit of them.
+        is_alone = output.last_hidden_state.shape[1] == 1
+        logits = linear(self.lm_head, hidden) if is_alone else self.lm_head(hidden)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
