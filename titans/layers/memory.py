@@ -519,7 +519,7 @@ class NeuralMemory(nn.Module):
         if not self.bounded:
             return x
         limit = min(INPUT_LIMIT, torch.finfo(x.dtype).max)
-        return x.clamp(-limit, limit)
+        return F.hardtanh(x, -limit, limit)  # a clamp whose gradient is one operation
 
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""
