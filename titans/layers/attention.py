@@ -444,7 +444,10 @@ class SegmentAttention(_Attention):
 
         def write(old: Tensor, new: Tensor) -> Tensor:
             """The buffer with the new tokens at their places."""
-            new = torch.cat([old[:, :, :slots].to(new.dtype), new], dim=2) if slots else new
+            if slots:
+                new = torch.cat([old[:, :, :slots].to(new.dtype), new], dim=2)
+            elif longest < self.segment_size:
+                new = new.clone()  # the segment stays open: a view would keep all segments of the call alive
             if isinstance(start, Tensor):
                 place = torch.arange(new.shape[2], device=new.device)
                 behind = start.unsqueeze(1)
