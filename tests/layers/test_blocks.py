@@ -188,3 +188,10 @@ def test_a_stream_that_is_only_read_may_come_in_pieces() -> None:
 def test_memory_options_that_make_no_sense_are_refused(options: dict[str, Any], sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         NeuralMemory(DIM, heads=2, **options)
+
+
+@torch.no_grad()
+def test_an_open_segment_keeps_its_own_tokens_alone_alive() -> None:
+    _, state = block("mac")(stream(5 * SIZE + 1))
+    for x in (state.attention.k, state.attention.v, state.attention.h_k, state.attention.h_v, state.conv):
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size()

@@ -173,6 +173,16 @@ def test_what_is_padded_does_not_matter(mode: str) -> None:
     assert_same(with_gradients(layer, garbage, mask), with_gradients(layer, x, mask), 1e-4)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@torch.no_grad()
+def test_a_call_is_a_write_and_its_output(masked: bool) -> None:
+    layer, x, mask = memory(), tokens(), left_padding() if masked else None
+    y, state = layer(x, None, mask)
+    said, written = layer.write(x, layer.init_state(2), mask)
+    assert_same(found((layer.output(said, layer.output_gate(x)), written)), found((y, state)))
+    assert not masked or not said[0, :, :5].any()
+
+
 def test_reading_is_the_network_at_the_query() -> None:
     layer = memory(depth=1, heads=1, conv_kernel=0)
     _, state = layer(tokens())

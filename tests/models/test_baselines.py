@@ -106,5 +106,5 @@ def test_a_preset_is_the_rule_of_its_paper(name: str) -> None:
         "ttt-mlp": lambda: presets.ttt_mlp(q, k, v, theta, start, (memory.gain, memory.shift)),
     }[name]()
     y, state = memory(x)
-    torch.testing.assert_close(y, memory._output(expected[0], memory.to_gate(x)), rtol=0, atol=1e-10)
+    torch.testing.assert_close(y, memory.output(expected[0], memory.output_gate(x)), rtol=0, atol=1e-10)
     torch.testing.assert_close(state.weights, expected[1].weights, rtol=0, atol=1e-10)

@@ -168,13 +168,12 @@ def _layer(config: TitansConfig, length: int, batch: int) -> dict[str, Flops]:
     if attends:
         parts["linear"] += _product(tokens, width, width) * 4
         if in_segments:
-            segments = length // config.segment_size
-            pairs = segments * _segment_pairs(config)
+            attention_calls, pairs = 1, length // config.segment_size * _segment_pairs(config)
         else:
-            segments = -(-length // max(PIECE, PIECE_WINDOWS * config.window_size))
+            attention_calls = -(-length // max(PIECE, PIECE_WINDOWS * config.window_size))
             pairs = _window_pairs(length, config.window_size, config.num_persistent_tokens)
         # keys and values of the persistent tokens: once per call, for all sequences
-        parts["linear"] += _product(config.num_persistent_tokens, width, 2 * width) * segments
+        parts["linear"] += _product(config.num_persistent_tokens, width, 2 * width) * attention_calls
         # scores and sums forward; backward the scores again, and two products for each
         parts["attention"] += Flops(4 * batch * pairs * width, 10 * batch * pairs * width)
     if not config.use_memory:
@@ -188,7 +187,7 @@ def _layer(config: TitansConfig, length: int, batch: int) -> dict[str, Flops]:
     if in_segments:  # Eq. 21: the memory at the segment's start is asked, and its answer is attended to
         parts["linear"] += _product(tokens, width, shape.inner) * 3 + _product(tokens, width, 2 * width)
         parts["memory"] += _product(tokens * shape.heads, 1, sum(shape.weights))
-        parts["convolution"] += _convolution(shape, config.segment_size, shape.inner, batch) * calls
+        parts["convolution"] += _convolution(shape, length, shape.inner, batch)
     return parts
 
 

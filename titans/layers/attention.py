@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -332,6 +332,29 @@ class WindowAttention(_Attention):
         return torch.cat(outputs, dim=1), state
 
 
+class SegmentTokens(NamedTuple):
+    """What attention in segments needs of the tokens alone, so that it can be had for many segments at once.
+
+    Attributes:
+        q, k, v: (batch, heads, time, head_dim), turned by their places in their segments.
+        cosine, sine: of those turns, see :func:`titans.ops.attention.rotation`.
+        prefix_k, prefix_v: keys and values of the prefix, None without one.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    cosine: Tensor
+    sine: Tensor
+    prefix_k: Tensor | None
+    prefix_v: Tensor | None
+
+    def split(self, sizes: list[int]) -> list[SegmentTokens]:
+        """Stretches of ``sizes`` tokens."""
+        cut = (x.split(sizes, dim=-2) for x in (self.q, self.k, self.v, self.cosine, self.sine))
+        return [self._replace(q=q, k=k, v=v, cosine=c, sine=s) for q, k, v, c, s in zip(*cut, strict=True)]
+
+
 class SegmentAttention(_Attention):
     """Attention inside a segment of MAC, over [prefix | what the memory said | the segment].
 
@@ -365,7 +388,6 @@ class SegmentAttention(_Attention):
         state: SegmentState | None = None,
         prefix: Tensor | None = None,
         mask: Tensor | None = None,
-        projected: tuple[Tensor, ...] | None = None,
     ) -> tuple[Tensor, SegmentState]:
         """Attends over tokens that lie in one segment; the caller cuts at its end and resets the rows that ended.
 
@@ -375,7 +397,6 @@ class SegmentAttention(_Attention):
             state: the open segment; None: a new one. It is not changed.
             prefix: (tokens, dim), seen by every token, at no position.
             mask: (batch, time) bool; False for padding, which must stand after a row's tokens.
-            projected: :meth:`project` of x, if the caller has it already; not with a mask.
 
         Returns:
             y (batch, time, dim), 0 at padding, and the new state.
@@ -385,32 +406,48 @@ class SegmentAttention(_Attention):
             raise ValueError(f"h has shape {tuple(h.shape)}; expected that of x, {tuple(x.shape)}")
         if state is None:
             state = SegmentState.create(x.shape[0], self.heads, self.head_dim, x.dtype, x.device, h is not None)
-        else:
-            self._check_segment(x, h, state)
         if x.shape[0] == 0 or x.shape[1] == 0:
             return torch.zeros_like(x), state
-        length: int | Tensor = state.length + x.shape[1]
+        x = x if mask is None else _hide(x, mask)
+        return self.attend(self.prepare(x, state, prefix), h, state, mask)
+
+    def prepare(self, x: Tensor, state: SegmentState, prefix: Tensor | None) -> SegmentTokens:
+        """What :meth:`attend` needs of x (batch, time, dim) and the prefix; x may go on behind the segment's end."""
+        named = {"k": state.k, "v": state.v, "h_k": state.h_k, "h_v": state.h_v}
+        buffers = {name: buffer for name, buffer in named.items() if buffer is not None}
+        self._check_state(state.length, buffers, x.shape[0], self.segment_size)
+        q, k, v = self.project(x)
+        cosine, sine = rotation(_positions(state, x.shape[1]) % self.segment_size, self.head_dim, q.dtype)
+        q, k = rotate_by(q, cosine, sine), rotate_by(k, cosine, sine)
+        return SegmentTokens(q, k, v, cosine, sine, *self._prefix(prefix))
+
+    def attend(
+        self, tokens: SegmentTokens, h: Tensor | None, state: SegmentState, mask: Tensor | None = None
+    ) -> tuple[Tensor, SegmentState]:
+        """The rest of :meth:`forward`, for tokens that lie in one segment."""
+        if (h is None) != (state.h_k is None):
+            found, expected = ("h", "one without, as h is None") if h is None else ("no h", "one with h")
+            raise ValueError(f"state was made with {found}; expected {expected}")
+        q, k, v, *turn, prefix_k, prefix_v = tokens
+        length: int | Tensor = state.length + q.shape[2]
         if mask is not None:
             length = aligned(state.lengths + mask.sum(1))
+            h = None if h is None else _hide(h, mask)
         longest = int(length.max()) if isinstance(length, Tensor) else length
         if longest > self.segment_size:
             raise ValueError(
                 f"the segment would hold {longest} tokens; expected at most segment_size = {self.segment_size}: "
                 "cut the call at the segment's end and reset the state"
             )
-        if mask is not None:
-            x = _hide(x, mask)
-            h = None if h is None else _hide(h, mask)
-
-        q, k, v = self.project(x) if projected is None or mask is not None else projected
-        turn = rotation(_positions(state, x.shape[1]), self.head_dim, q.dtype)
-        q, k = rotate_by(q, *turn), rotate_by(k, *turn)
         start = state.length
         slots = state.k.shape[2] if isinstance(start, Tensor) else start
 
         def write(old: Tensor, new: Tensor) -> Tensor:
             """The buffer with the new tokens at their places."""
-            new = torch.cat([old[:, :, :slots].to(new.dtype), new], dim=2) if slots else new
+            if slots:
+                new = torch.cat([old[:, :, :slots].to(new.dtype), new], dim=2)
+            elif longest < self.segment_size:
+                new = new.clone()  # the segment stays open: a view would keep all segments of the call alive
             if isinstance(start, Tensor):
                 place = torch.arange(new.shape[2], device=new.device)
                 behind = start.unsqueeze(1)
@@ -423,18 +460,8 @@ class SegmentAttention(_Attention):
         if h is not None and state.h_k is not None and state.h_v is not None:
             h_k, h_v = self._keys_values(h)
             h_k, h_v = write(state.h_k, rotate_by(h_k, *turn)), write(state.h_v, h_v)
-        prefix_k, prefix_v = self._prefix(prefix)
         y = segment_attention(q, k, v, h_k, h_v, prefix_k, prefix_v, start)
         return self._merge(y, mask), SegmentState(length, k, v, h_k, h_v)
-
-    def _check_segment(self, x: Tensor, h: Tensor | None, state: SegmentState) -> None:
-        buffers = {"k": state.k, "v": state.v}
-        if state.h_k is not None and state.h_v is not None:
-            buffers |= {"h_k": state.h_k, "h_v": state.h_v}
-        if (h is not None) != ("h_k" in buffers):
-            found, expected = ("no h", "one with h") if h is not None else ("h", "one without, as h is None")
-            raise ValueError(f"state was made with {found}; expected {expected}")
-        self._check_state(state.length, buffers, x.shape[0], self.segment_size)
 
 
 def _positions(state: _State, time: int) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans.layers.attention import SegmentAttention, SegmentState, WindowAttention, WindowState
+from titans.layers.attention import SegmentAttention, SegmentState, SegmentTokens, WindowAttention, WindowState
 from titans.layers.memory import NeuralMemory
 from titans.layers.norm import RMSNorm
 from titans.ops.state import MemoryState, concatenate_or_zero
@@ -269,12 +269,19 @@ class LMMBlock(Block):
         return self._feed_forward(x + y), BlockState(memory)
 
 
-class _Given(NamedTuple):
-    """What a segment of MAC needs of its tokens alone, so that it can be computed for all segments at once."""
+class _Stretch(NamedTuple):
+    """What MAC needs of the stream alone, so that it can be had for many segments at once."""
 
-    normed: Tensor
-    asked: tuple[Tensor, ...]  # of the memory, empty without one
-    projected: tuple[Tensor, ...]  # q, k, v of the attention
+    x: Tensor
+    tokens: SegmentTokens
+    queries: Tensor | None  # of the memory, and its output gate
+    gate: Tensor | None
+
+    def split(self, sizes: list[int]) -> Iterator[_Stretch]:
+        """Stretches of ``sizes`` tokens."""
+        cut = [[None] * len(sizes) if x is None else x.split(sizes, dim=-2) for x in (self.x, self.queries, self.gate)]
+        for x, queries, gate, tokens in zip(*cut, self.tokens.split(sizes), strict=True):
+            yield _Stretch(x, tokens, queries, gate)
 
 
 class MACBlock(Block):
@@ -322,22 +329,19 @@ class MACBlock(Block):
         assert isinstance(self.attention, SegmentAttention)
         state = state or self._start(len(x))
         assert isinstance(state.attention, SegmentState)
+        if 0 in x.shape[:2]:
+            return self._feed_forward(x), state
         opened = state.attention
         used = opened.length
         if mask is None and not isinstance(used, Tensor):  # all sequences stand at the same place
-            # what depends on the stream alone is computed for all segments at once
-            assert self.attention_norm is not None
-            normed = self.attention_norm(x)
-            asked = () if self.memory is None else self.memory.ask(normed)
-            segment = self.attention.segment_size
-            sizes = [stop - start for start, stop in _cuts(used, x.shape[1], segment)]
-            along_time = [t.split(sizes, dim=1) for t in (x, normed, *asked)]
-            along_heads = [t.split(sizes, dim=2) for t in self.attention.project(normed)]
-            pieces = []
-            for part, given, *others in zip(*along_time, *along_heads, strict=True):
-                y, state = self._segment(part, state, None, _Given(given, tuple(others[:-3]), tuple(others[-3:])))
-                pieces.append(y)
-            return self._feed_forward(torch.cat(pieces, dim=1) if pieces else x), state
+            sizes = [stop - start for start, stop in _cuts(used, x.shape[1], self.attention.segment_size)]
+            stretch, state = self._prepare(x, state, None)
+            ys, ms = [], []
+            for part in stretch.split(sizes):
+                y, m, state = self._segment(part, state, None)
+                ys.append(y)
+                ms.append(m)
+            return self._feed_forward(self._combine(ys, ms)), state
 
         # each row has its own cuts: pieces are gathered, their dead ends pointing at one more token
         time = x.shape[1]
@@ -351,8 +355,9 @@ class MACBlock(Block):
             index = first + torch.arange(int((last - first).max()), device=x.device)
             live = index < last
             index = torch.where(live, index, time).unsqueeze(-1).expand(-1, -1, x.shape[2])
-            y, state = self._segment(padded.gather(1, index), state, live)
-            out = out.scatter(1, index, y)
+            stretch, state = self._prepare(padded.gather(1, index), state, live)
+            y, m, state = self._segment(stretch, state, live)
+            out = out.scatter(1, index, self._combine([y], [m]))
         return self._feed_forward(out[:, :time]), state
 
     def _memory_prefix(self) -> None:
@@ -366,25 +371,32 @@ class MACBlock(Block):
         memory = self.memory.init_state(batch_size)
         return BlockState(memory, attention, tuple(w.clone() for w in memory.weights))
 
-    def _segment(
-        self, x: Tensor, state: BlockState, mask: Tensor | None, given: _Given | None = None
-    ) -> tuple[Tensor, BlockState]:
-        """Tokens that lie inside one segment of each row."""
+    def _prepare(self, x: Tensor, state: BlockState, mask: Tensor | None) -> tuple[_Stretch, BlockState]:
+        """What :meth:`_segment` needs of x, of any length without a mask, and the state with ``conv`` gone on."""
         assert isinstance(self.attention, SegmentAttention) and self.attention_norm is not None
-        normed = self.attention_norm(x) if given is None else given.normed
-        h = conv = None
+        assert isinstance(state.attention, SegmentState)
+        normed, queries, gate = self.attention_norm(x), None, None
+        tokens = self.attention.prepare(normed, state.attention, self._prefix(self.attention_norm))
         if self.memory is not None:
-            queries, gate = self.memory.ask(normed) if given is None else given.asked
-            h, conv = self.memory.answer(queries, gate, state.start, state.conv, mask)  # Eq. 21
-        projected = None if given is None else given.projected
-        prefix = self._prefix(self.attention_norm)
-        y, attention = self.attention(normed, h, state.attention, prefix, mask, projected)  # Eq. 22, 23
-        x = x + y
+            queries, conv = self.memory.queries(normed, state.conv, mask)
+            gate, state = self.memory.output_gate(normed), replace(state, conv=conv)
+        return _Stretch(x, tokens, queries, gate), state
+
+    def _segment(
+        self, stretch: _Stretch, state: BlockState, mask: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, BlockState]:
+        """Tokens that lie inside one segment of each row: y, what the memory network says to it, and the new state."""
+        assert isinstance(self.attention, SegmentAttention) and isinstance(state.attention, SegmentState)
+        h = m = None
+        if self.memory is not None:
+            assert stretch.queries is not None and stretch.gate is not None
+            h = self.memory.output(self.memory.recall(stretch.queries, state.start), stretch.gate)  # Eq. 21
+        y, attention = self.attention.attend(stretch.tokens, h, state.attention, mask)  # Eq. 22, 23
+        y = stretch.x + y
         memory, start = state.memory, state.start
         if self.memory is not None:
-            assert self.gate is not None and self.memory_norm is not None
-            m, memory = self.memory(self.memory_norm(x), memory, mask)  # Eq. 24
-            x = x + self.gate(x, m)  # Eq. 25
+            assert self.memory_norm is not None and memory is not None
+            m, memory = self.memory.write(self.memory_norm(y), memory, mask)  # Eq. 24
         size, length = self.attention.segment_size, attention.length
         if not isinstance(length, Tensor):
             if length == size:
@@ -395,7 +407,16 @@ class MACBlock(Block):
             if memory is not None:
                 rows = ended.view(-1, 1, 1, 1)
                 start = tuple(torch.where(rows, w, s) for w, s in zip(memory.weights, start, strict=True))
-        return x, BlockState(memory, attention, start, conv)
+        return y, m, BlockState(memory, attention, start, state.conv)
+
+    def _combine(self, ys: list[Tensor], ms: list[Tensor | None]) -> Tensor:
+        """What :meth:`_segment` gave for one stretch after another, gated (Eq. 25)."""
+        y = torch.cat(ys, dim=1)
+        if self.memory is None:
+            return y
+        assert self.gate is not None and self.memory_norm is not None
+        m = torch.cat([m for m in ms if m is not None], dim=2)
+        return y + self.gate(y, self.memory.output(m, self.memory.output_gate(self.memory_norm(y))))
 
 
 class MAGBlock(Block):

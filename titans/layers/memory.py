@@ -310,6 +310,20 @@ class NeuralMemory(nn.Module):
 
         if mask is None and not torch.is_grad_enabled() and x.shape[1] > BLOCK:
             return self._stream(x, state, return_surprise)
+        y, *rest = self._write(x, state, mask, return_surprise)
+        if mask is not None:
+            x = x.masked_fill(~mask.unsqueeze(-1), 0)
+        return self.output(y, self.output_gate(x)), *rest
+
+    def write(self, x: Tensor, state: MemoryState, mask: Tensor | None = None) -> tuple[Tensor, MemoryState]:
+        """:meth:`forward` of at least one token without :meth:`output`: M_t(q_t) (batch, heads, time, head_dim), 0 at
+        padding, and the new state."""
+        y, state, *_ = self._write(x, self._check(x, state, mask), mask, return_surprise=False)
+        return y, state
+
+    def _write(
+        self, x: Tensor, state: MemoryState, mask: Tensor | None, return_surprise: bool
+    ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
         frame = None
         if mask is not None and not bool(mask.all()):
             frame = make_frame(x.shape[1], mask, 0, x.shape[1], None)
@@ -322,13 +336,10 @@ class NeuralMemory(nn.Module):
         q, k, v, conv = self._project(x, state.conv, mask)
         tokens = Tokens(q, k, v, *self._gate(x), mask)
         result = self._run(tokens, replace(state, conv=conv), return_surprise)
-        y = self._output(result[0], self.to_gate(x))
         if frame is None:
-            return y, *result[1:]
-        y = frame.take(y.unsqueeze(1)).squeeze(1)
-        if not return_surprise:
-            return y, result[1]
-        return y, result[1], Surprise(*(frame.take(s) for s in result[2]))  # type: ignore[misc]
+            return result
+        y, state, *surprise = result
+        return frame.take(y), state, *(Surprise(*map(frame.take, s)) for s in surprise)  # type: ignore[return-value]
 
     def _stream(
         self, x: Tensor, state: MemoryState, return_surprise: bool
@@ -383,34 +394,36 @@ class NeuralMemory(nn.Module):
         Returns:
             y (batch, time, dim), and ``past`` to go on from; None without convolution.
         """
-        return self.answer(*self.ask(x), weights, past, mask)
+        q, past = self.queries(x, past, mask)
+        return self.output(self.recall(q, weights), self.output_gate(x)), past
 
-    def ask(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """What :meth:`answer` needs of x (batch, time, dim), whatever the weights: the queries before their convolution
-        and the output gate before its SiLU, both (batch, time, heads * head_dim)."""
-        x = self._limit(x)
-        return F.linear(x, self.to_qkv.weight[: self.heads * self.head_dim]), self.to_gate(x)
-
-    def answer(
-        self,
-        projected: Tensor,
-        gate: Tensor,
-        weights: Sequence[Tensor],
-        past: Tensor | None,
-        mask: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The rest of :meth:`read_stream`, from what :meth:`ask` gave for a stretch of the stream."""
-        inner = self.heads * self.head_dim
+    def queries(self, x: Tensor, past: Tensor | None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """The queries (batch, heads, time, head_dim) of :meth:`read_stream`, whatever the weights, and its ``past``."""
+        projected = F.linear(self._limit(x), self.to_qkv.weight[: self.heads * self.head_dim])
         kernel = before = None
         if self.conv is not None:
-            kernel = self.conv[:, :inner].to(projected.dtype)
-            shape = (len(projected), self.conv_kernel - 1, inner)
+            kernel = self.conv[:, : projected.shape[-1]].to(projected.dtype)
+            shape = (len(x), self.conv_kernel - 1, projected.shape[-1])
             before = projected.new_zeros(shape) if past is None else past.to(projected.dtype)
-            past = last_inputs(before, projected, mask)
+            past = last_inputs(before, projected, mask).clone()  # a view would keep all of them alive
         (q,) = project_heads(projected, before, kernel, self.heads, self._lengths[:1]).unbind(0)
+        return q, past
+
+    def recall(self, q: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        """M*(q), of the shape of q (batch, heads, time, head_dim)."""
         with torch.autocast(q.device.type, enabled=False):
-            y = self.network(weights, q.to(weights[0].dtype))
-        return self._output(y.to(q.dtype), gate), past
+            return self.network(weights, q.to(weights[0].dtype)).to(q.dtype)
+
+    def output_gate(self, x: Tensor) -> Tensor:
+        """The gate of :meth:`output` before its SiLU, (batch, time, heads * head_dim)."""
+        gate: Tensor = self.to_gate(self._limit(x))
+        return gate
+
+    def output(self, y: Tensor, gate: Tensor) -> Tensor:
+        """What the memory network said, y (batch, heads, time, head_dim), through norm, gate and projection: (batch,
+        time, dim)."""
+        out: Tensor = self.to_out(gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS))
+        return out
 
     def _check(self, x: Tensor, state: MemoryState | None, mask: Tensor | None) -> MemoryState:
         if x.ndim != 3 or x.shape[-1] != self.dim:
@@ -502,15 +515,11 @@ class NeuralMemory(nn.Module):
             self.observer(tokens, after, *surprise)
         return (y, after, *surprise) if return_surprise else (y, after)  # type: ignore[return-value]
 
-    def _output(self, y: Tensor, gate: Tensor) -> Tensor:
-        """Norm, gate and projection: (batch, heads, time, head_dim) -> (batch, time, dim)."""
-        return self.to_out(gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS))
-
     def _limit(self, x: Tensor) -> Tensor:
         if not self.bounded:
             return x
         limit = min(INPUT_LIMIT, torch.finfo(x.dtype).max)
-        return x.clamp(-limit, limit)
+        return F.hardtanh(x, -limit, limit)  # a clamp whose gradient is one operation
 
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""
