@@ -146,6 +146,7 @@ def test_the_report_is_plain_json_and_has_every_figure(report: dict[str, Any]) -
         assert result["tokens_per_second"] == pytest.approx(tokens / result["best_seconds"])
     ours, baseline = report["contenders"]
     assert (ours["tokens_per_step"], baseline["tokens_per_step"]) == (1, None)
+    assert ours["engine"].startswith(("native (", "dual (")) and baseline["engine"] is None
     assert ours["rule"] and baseline["rule"] is None
     assert ours["parameters"] == pytest.approx(baseline["parameters"], rel=0.05)
 

@@ -50,6 +50,7 @@ from titans.bench.timing import (
     times_text,
     timing,
 )
+from titans.layers.record import memories_of
 from titans.report.page import Figure, Section, Table
 from titans.report.progress import Progress, silent
 
@@ -94,6 +95,12 @@ class Subject:
     @property
     def parameters(self) -> int:
         return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def engine(self) -> str | None:
+        """What runs the rule of its memories, None without one of ours."""
+        memories = memories_of(self.model)
+        return memories[0].explain() if memories else None
 
 
 @dataclass(frozen=True)
@@ -606,6 +613,7 @@ def run_model_benchmark(settings: ModelBenchmarkSettings, progress: Progress = s
                 "notes": list(c.notes),
                 "parameters": run.subjects[c.name].parameters,
                 "layers": run.subjects[c.name].layers,
+                "engine": run.subjects[c.name].engine,
             }
             for c in run.contenders
         ],
@@ -724,7 +732,7 @@ def _crossing_words(report: dict[str, Any]) -> list[str]:
 def _legend(report: dict[str, Any]) -> Section:
     """The models, and what the columns mean."""
     rows = [
-        [c["name"], f"{c['parameters']:,}", str(c["layers"]), str(c["tokens_per_step"] or "")]
+        [c["name"], f"{c['parameters']:,}", str(c["layers"]), str(c["tokens_per_step"] or ""), c["engine"] or ""]
         for c in report["contenders"]
     ]
     words = (
@@ -734,7 +742,7 @@ def _legend(report: dict[str, Any]) -> Section:
         "often a compiled model leaves its graph. MiB: peak growth of resident memory during the call; for decoding, "
         "with the cache and without the work of reading the prompt."
     )
-    return Section("Models", [words], [Table(["contender", "parameters", "layers", "tokens per step"], rows)])
+    return Section("Models", [words], [Table(["contender", "parameters", "layers", "tokens per step", "engine"], rows)])
 
 
 def figures(report: dict[str, Any]) -> dict[str, list[Figure]]:

@@ -521,10 +521,13 @@ class NeuralMemory(nn.Module):
         limit = min(INPUT_LIMIT, torch.finfo(x.dtype).max)
         return F.hardtanh(x, -limit, limit)  # a clamp whose gradient is one operation
 
+    def explain(self) -> str:
+        """Which engine runs the rule, and why: one line."""
+        state = self.init_state(0)
+        return explain(self.rule(state), state, self.engine, self._options)
+
     def extra_repr(self) -> str:
         """The settings a reader of ``print(model)`` wants to see."""
-        state = self.init_state(0)
-        engine = explain(self.rule(state), state, self.engine, self._options)
         settings = {
             "dim": self.dim,
             "heads": self.heads,
@@ -532,7 +535,7 @@ class NeuralMemory(nn.Module):
             "mode": self.mode,
             "chunk": self.chunk_size,
         }
-        return ", ".join(f"{name}={value}" for name, value in settings.items()) + f", engine={engine}"
+        return ", ".join(f"{name}={value}" for name, value in settings.items()) + f", engine={self.explain()}"
 
 
 class _Priced(torch.autograd.Function):
