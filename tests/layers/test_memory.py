@@ -512,3 +512,12 @@ def test_nan_may_be_let_through_on_purpose() -> None:
 
 def test_printing_it_says_what_it_is() -> None:
     assert "dim=8, heads=2, depth=2, mode=chunked, chunk=16" in repr(memory(mode="chunked", chunk_size=16))
+
+
+@pytest.mark.parametrize("mode", ["exact", "chunked", "recurrent"])
+def test_a_memory_that_does_not_write_stays_at_its_start_however_long_its_rows(mode: str) -> None:
+    memory = NeuralMemory(8, heads=2, mode=mode, chunk_size=4 if mode != "exact" else None, max_norm=0.3, writes=False)
+    torch.nn.init.normal_(memory.initial[0])
+    start = memory.init_state(1)
+    _, state = memory(torch.randn(1, 70, 8), start)
+    assert all(torch.equal(a, b) for a, b in zip(state.weights, start.weights, strict=True))

@@ -537,3 +537,21 @@ def test_a_memory_of_another_model_is_refused(kind: str, tmp_path: Path) -> None
     reads_bytes(kind).save_pretrained(tmp_path / "model")
     with pytest.raises(ValueError, match=r"other.mem does not fit .*model: the cache comes from a model with "):
         Session.load(str(tmp_path / "model"), tmp_path / "other.mem")
+
+
+@pytest.mark.parametrize("kind", ["lmm", "mac", "mag", "mal"])
+def test_a_step_reads_no_parameter_in_another_order_than_it_has(kind: str) -> None:
+    made = model(kind)
+    ids = tokens(6)
+    turned = {
+        name: p.detach().t().contiguous().t() if p.ndim == 2 else p.detach() for name, p in made.named_parameters()
+    }
+    with torch.no_grad():
+        expected = made(ids).logits
+        cache = None
+        for place in range(ids.shape[1]):
+            output = torch.func.functional_call(
+                made, turned, (ids[:, place : place + 1],), {"past_key_values": cache, "use_cache": True}
+            )
+            cache = output.past_key_values
+            torch.testing.assert_close(output.logits[:, 0], expected[:, place])

@@ -70,7 +70,7 @@ class MemoryStep:
         step = memory.theta_max if memory.fixed_theta is None else memory.fixed_theta
         unit, _, values = (-1.0 if eps is None else eps for eps in memory._lengths)
         gates = memory.to_gates
-        rest = list(memory.initial) if writes and rule.retention.to is not None else []
+        rest = list(memory.initial) if rule.retention.to is not None else []
         self.described = native.Memory(
             dim=memory.dim, heads=memory.heads, width=memory.head_dim, depth=memory.depth,
             reach=max(0, memory.conv_kernel - 1), activation=ACTIVATION_CODES[network.activation],
@@ -241,7 +241,7 @@ def is_intercepted() -> bool:
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """``module(x)``, faster for few rows without a graph."""
     few = not is_traced() and not torch.is_grad_enabled() and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
-    if few and module.bias is None and _is_ordinary(module) and _can_step(x, module.weight):
+    if few and module.bias is None and _is_ordinary(module) and _can_step([module.weight], x):
         return native.linear(x, module.weight)
     y: Tensor = module(x)
     return y
@@ -259,7 +259,7 @@ def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
         return False
     if memory is not None and state.memory is not None and not _takes_memory(memory, state.memory, x):
         return False
-    tensors = [x, *block.parameters(), *state.start, *([] if state.conv is None else [state.conv])]
+    tensors = [x, *state.start, *([] if state.conv is None else [state.conv])]
     if attention is not None and state.attention is not None:
         size, length, k = _ring_size(attention), state.attention.length, state.attention.k
         if not isinstance(length, int) or size < 1:
@@ -267,7 +267,7 @@ def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
         if k.shape[2] < (length if isinstance(attention, SegmentAttention) else min(length, size - 1)):
             return False
         tensors += [k, state.attention.v]
-    return _can_step(*tensors)
+    return _can_step([*block.parameters()], *tensors)
 
 
 def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
@@ -282,16 +282,16 @@ def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
         and isinstance(state.position, int)
         and state.position < (rule.period or 1)
         and state.rule in (None, rule.grid)
-        and _can_step(x, *memory.parameters(), *state.weights, *state.momentum, *state.conv)
+        and _can_step([*memory.parameters()], x, *state.weights, *state.momentum, *state.conv)
     )
 
 
-def _can_step(*tensors: Tensor) -> bool:
-    """Whether the compiled loops can read these as they are."""
+def _can_step(parameters: Sequence[Tensor], *others: Tensor) -> bool:
+    """Whether the compiled loops can read these: parameters as they are, others are copied."""
     return (
         not is_intercepted()
-        and can_run_native(*tensors)
-        and all(x.is_contiguous() for x in tensors if isinstance(x, nn.Parameter))
+        and can_run_native(*parameters, *others)
+        and all(parameter.is_contiguous() for parameter in parameters)
     )
 
 
@@ -317,11 +317,15 @@ def _signature(block: nn.Module) -> list[Any]:
     """What changes when a module, a hook, or a parameter's place or value does."""
     modules = _walk(block)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    persistent = block._parameters.get("persistent")
     return [
         any(map(_is_touched, modules)),
         list(map(id, modules)),
         list(map(Tensor.data_ptr, parameters)),
+        list(map(Tensor.stride, parameters)),
         [0 if p.is_inference() else p._version for p in parameters],
+        # Keys and values of persistent tokens are kept, and a fused optimiser counts no version.
+        None if persistent is None else float(persistent.sum()),
     ]
 
 

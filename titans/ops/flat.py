@@ -135,7 +135,9 @@ def _run(
     def flatten(group: Sequence[Tensor]) -> Tensors:
         return tuple(w.to(dtype).flatten(0, 1) for w in group)
 
-    home = flatten(rule.retention.to) if rule.retention.to is not None and tokens.alpha is not None else ()
+    to = rule.retention.to
+    # Without forgetting only the guard needs to know where it would return to.
+    home = flatten(to) if to is not None and (tokens.alpha is not None or rule.max_norm is not None) else ()
 
     def away(group: Sequence[Tensor]) -> Tensors:
         flat = flatten(group)
