@@ -214,8 +214,11 @@ class Versions:
         """
         places = {seq for seq, _ in ranked}
         queues: dict[int, Iterator[int]] = {}  # by the first of the members
+        asked: dict[int, frozenset[str]] = {}
         for seq, score in ranked:
-            members = self._exchangeable(seq, cosines, query) if seq in self.records else [seq]
+            if seq in self.records and seq not in asked:
+                asked |= self._asked_for(self._versions[seq], query)
+            members = self._exchangeable(seq, cosines, asked) if seq in self.records else [seq]
             if seq not in members or len(members) == 1:
                 yield seq, score
                 continue
@@ -224,11 +227,10 @@ class Versions:
                 if member in places:  # otherwise one that was not found by itself, and goes before one that was
                     break
 
-    def _exchangeable(self, seq: int, cosines: Mapping[int, float], query: str) -> list[int]:
+    def _exchangeable(self, seq: int, cosines: Mapping[int, float], asked: Mapping[int, frozenset[str]]) -> list[int]:
         """The versions of a record, the newest first, that may take each other's places."""
         members = self._versions[seq]
         least = max(cosines[member] for member in members) - SLACK
-        asked = self._asked_for(members, query)
         return [member for member in members if cosines[member] >= least and asked[member] == asked[seq]]
 
     def _asked_for(self, members: Sequence[int], query: str) -> dict[int, frozenset[str]]:
