@@ -10,9 +10,10 @@ if TYPE_CHECKING:
     from titans.models.cache import TitansCache
     from titans.models.classification import TitansForSequenceClassification
     from titans.models.configuration import TitansConfig, TitansPredictionConfig
-    from titans.models.modeling import TitansForCausalLM, TitansModel, TitansPreTrainedModel
+    from titans.models.modeling import TitansForCausalLM, TitansModel
     from titans.models.prediction import TitansForPrediction
     from titans.models.presets import PRESETS
+    from titans.models.pretrained import TitansPreTrainedModel
 
 _HOME = {
     "NAMES": "baselines",
@@ -27,7 +28,7 @@ _HOME = {
     "TitansForCausalLM": "modeling",
     "TitansForSequenceClassification": "classification",
     "TitansModel": "modeling",
-    "TitansPreTrainedModel": "modeling",
+    "TitansPreTrainedModel": "pretrained",
     "TitansForPrediction": "prediction",
     "PRESETS": "presets",
 }

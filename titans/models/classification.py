@@ -12,7 +12,8 @@ from transformers.utils import logging
 
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansConfig
-from titans.models.modeling import TitansModel, TitansPreTrainedModel
+from titans.models.modeling import TitansModel
+from titans.models.pretrained import TitansPreTrainedModel
 
 logger = logging.get_logger(__name__)
 

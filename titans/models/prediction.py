@@ -13,7 +13,8 @@ from transformers.utils import ModelOutput
 
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansPredictionConfig
-from titans.models.modeling import TitansModel, TitansPreTrainedModel
+from titans.models.modeling import TitansModel
+from titans.models.pretrained import TitansPreTrainedModel
 from titans.words import require_whole
 
 # with use_level, the least deviation that a forecast has room for, in z-scores: what lay still may move

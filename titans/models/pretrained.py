@@ -1,0 +1,91 @@
+"""What every Titans model shares: initialisation, saving and loading."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from titans.models.configuration import TitansConfig
+
+HUB_OPTIONS = ("cache_dir", "revision", "token", "subfolder", "local_files_only")
+
+
+@contextmanager
+def _without_load_report() -> Iterator[None]:
+    """Holds back the table of misfits that transformers logs: :meth:`from_pretrained` says it in one sentence."""
+
+    def keep(record: logging.LogRecord) -> bool:
+        return "LOAD REPORT" not in record.getMessage()
+
+    reporter = logging.getLogger("transformers.modeling_utils")
+    reporter.addFilter(keep)
+    try:
+        yield
+    finally:
+        reporter.removeFilter(keep)
+
+
+class TitansPreTrainedModel(PreTrainedModel):
+    """Initialisation, loading, and what the library wants to know."""
+
+    config_class = TitansConfig
+    config: TitansConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["LMMLayer", "MACLayer", "MAGLayer", "MALLayer"]
+    _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
+
+    def __init__(self, config: TitansConfig) -> None:
+        config.check()
+        super().__init__(config)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    @torch.no_grad()
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif hasattr(module, "reset_parameters"):
+            module.reset_parameters()  # type: ignore[operator]
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded."""
+        path = pretrained_model_name_or_path
+        given = kwargs.get("config")
+        if isinstance(given, TitansConfig) and path is not None:
+            hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            variant = TitansConfig.get_config_dict(path, **hub)[0].get("variant", given.variant)
+            if variant != given.variant:
+                raise ValueError(
+                    f"{path} holds a {variant} model; the config that was given is of a {given.variant} one"
+                )
+        want_info = kwargs.pop("output_loading_info", False)
+        problems = ["missing_keys", "unexpected_keys"]
+        silence = nullcontext if kwargs.get("ignore_mismatched_sizes") else _without_load_report
+        if not kwargs.get("ignore_mismatched_sizes"):
+            problems.append("mismatched_keys")
+            kwargs["ignore_mismatched_sizes"] = True
+        try:
+            with silence():
+                model, info = super().from_pretrained(path, *args, output_loading_info=True, **kwargs)
+        except SafetensorError as error:
+            raise ValueError(f"{path} has weights that cannot be read: {error}") from error
+        for problem in problems:
+            keys = sorted(key if isinstance(key, str) else key[0] for key in info[problem])
+            if keys:
+                kind = problem.removesuffix("_keys")
+                source = "state_dict" if path is None else path
+                raise ValueError(
+                    f"{source} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
+                )
+        return (model, info) if want_info else model
