@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, GenerationMixin
+from transformers import AutoModel, AutoModelForCausalLM
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils import logging
@@ -25,6 +25,7 @@ from titans.layers.norm import RMSNorm
 from titans.layers.step import linear
 from titans.models.cache import TitansCache
 from titans.models.configuration import VARIANTS, TitansConfig
+from titans.models.decoding import TitansGenerationMixin
 from titans.models.pretrained import TitansPreTrainedModel
 from titans.ops.frame import Frame, make_frame
 
@@ -213,7 +214,7 @@ class TitansModel(TitansPreTrainedModel):
         return frame, None if live is None or bool(live.all()) else live
 
 
-class TitansForCausalLM(TitansPreTrainedModel, GenerationMixin):
+class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
     """A Titans language model."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
