@@ -2,7 +2,8 @@
 
 Every block is called as ``x, state = block(x, state, mask, restart)`` with x (batch, time, dim), the state of the call
 before (None: the sequence starts), mask (batch, time) bool, False for padding, which stands after a row's tokens, and
-restart (batch,) bool, True for rows that start a new sequence here, whatever their state says.
+restart (batch,) bool, True for rows that start a new sequence here, whatever their state says; or rows that hold
+several documents are given as a :class:`titans.layers.packing.Packing` has put them, with it as restart.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from titans.layers.attention import SegmentAttention, SegmentState, SegmentTokens, WindowAttention, WindowState
 from titans.layers.memory import NeuralMemory
 from titans.layers.norm import RMSNorm
+from titans.layers.packing import packed
 from titans.ops.state import MemoryState, concatenate_or_zero
 
 EPS = 1e-6
@@ -255,6 +257,7 @@ class LMMBlock(Block):
     ) -> None:
         super().__init__(dim, memory, None, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
 
+    @packed
     def forward(
         self,
         x: Tensor,
@@ -312,6 +315,7 @@ class MACBlock(Block):
             dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier
         )
 
+    @packed
     def forward(
         self,
         x: Tensor,
@@ -447,6 +451,7 @@ class MAGBlock(Block):
         if memory is not None and attention is not None:
             self.memory_norm = None  # both see the same
 
+    @packed
     def forward(
         self,
         x: Tensor,
@@ -491,6 +496,7 @@ class MALBlock(Block):
     ) -> None:
         super().__init__(dim, memory, attention, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
 
+    @packed
     def forward(
         self,
         x: Tensor,

@@ -13,6 +13,7 @@ from transformers.utils import logging
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansConfig
 from titans.models.modeling import TitansModel
+from titans.models.packing import DOCUMENTS, check_names, restarts_of
 from titans.models.pretrained import TitansPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -64,6 +65,8 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
         Returns:
             the loss, if there are labels, and logits of shape (batch, num_labels).
         """
+        check_names(self, kwargs, *DOCUMENTS, "num_items_in_batch")
+        told = {name: kwargs[name] for name in DOCUMENTS if name in kwargs}
         pad = self.config.pad_token_id
         if attention_mask is None and input_ids is not None and pad is not None:
             attention_mask = input_ids != pad
@@ -76,11 +79,13 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
             output_hidden_states,
             return_dict=True,
         )
+        if told and restarts_of(output.last_hidden_state.shape[:2], attention_mask, **told) is not None:
+            raise ValueError(f"{next(iter(told))} has several documents in a row; expected one, which has one label")
         logits = self.score(self._pool(output.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:
             self._check_labels(labels, len(logits))
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config, **kwargs)
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
         result = SequenceClassifierOutputWithPast(
             loss=loss,
             logits=logits,

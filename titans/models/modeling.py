@@ -22,10 +22,12 @@ from titans.layers import (
     WindowAttention,
 )
 from titans.layers.norm import RMSNorm
+from titans.layers.packing import pack
 from titans.layers.step import linear
 from titans.models.cache import TitansCache
 from titans.models.configuration import VARIANTS, TitansConfig
 from titans.models.decoding import TitansGenerationMixin
+from titans.models.packing import DOCUMENTS, LOSS, check_names, restarts_of
 from titans.models.pretrained import TitansPreTrainedModel
 from titans.ops.frame import Frame, make_frame
 
@@ -107,11 +109,16 @@ class TitansModel(TitansPreTrainedModel):
                 wherever it stands.
             past_key_values: what went before, changed by the call if ``use_cache``.
             use_cache: whether to return a cache to go on from; default: as the config says, but not in training.
-            restart: (batch,) bool, True for the sequences that start anew here, whatever the cache has of them.
+            restart: (batch,) bool, True for the sequences that start anew here, whatever the cache has of them; or
+                (batch, time) bool, True where a token begins another document, which is read as if it were alone.
+                The cache then has each row's last document.
+            kwargs: where documents begin, as collators of transformers and TRL say it: ``position_ids``, ``seq_idx``,
+                ``cu_seq_lens_q`` and ``cu_seq_lens_k``, see :func:`titans.models.packing.restarts_of`.
 
         Returns:
             the last hidden states (0 at padding), the cache, and the hidden states before and after every block.
         """
+        check_names(self, kwargs, *DOCUMENTS)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds, and not both")
         if inputs_embeds is None:
@@ -134,7 +141,11 @@ class TitansModel(TitansPreTrainedModel):
             cache.check(self.config, batch)
         use_cache = self.config.use_cache and not self.training if use_cache is None else use_cache
         wants_dict = self.config.return_dict if return_dict is None else return_dict
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         frame, mask = self._compact(x, attention_mask)
+        if restart is not None or kwargs:
+            restart = restarts_of((batch, time), attention_mask, restart, **kwargs)
         alone = time == 1 and frame is None and restart is None and not output_hidden_states
         if alone and use_cache and cache is not None and not torch.is_grad_enabled():
             y = cache.step(self.layers, x[:, 0])
@@ -144,22 +155,23 @@ class TitansModel(TitansPreTrainedModel):
         if use_cache and self.training and self._checkpoints_reentrantly():
             logger.warning_once("use_cache does not go with reentrant gradient checkpointing: no cache is returned")
             use_cache = False
-        if restart is not None and (tuple(restart.shape) != (batch,) or restart.dtype != torch.bool):
-            raise ValueError(
-                f"restart has shape {tuple(restart.shape)} and dtype {restart.dtype}; expected ({batch},) and bool"
-            )
-
-        if frame is not None:
+        packing = None
+        if restart is not None and restart.ndim == 2:
+            packing, mask = pack(restart, None if frame is None else frame.present), None
+            x = packing.put(x)
+        elif frame is not None:
             x = frame.put(x.unsqueeze(1)).squeeze(1)
 
         def laid_out(x: Tensor) -> Tensor:
+            if packing is not None:
+                return packing.take(x)
             return x if frame is None else frame.take(x.unsqueeze(1)).squeeze(1)
 
         hidden = [laid_out(x)] if output_hidden_states else []
         states: list[BlockState] = []
         before = cache.states if cache is not None else [None] * len(self.layers)
         for layer, state in zip(self.layers, before, strict=True):
-            x, after = layer(x, state, mask, restart)
+            x, after = layer(x, state, mask, restart if packing is None else packing)
             if use_cache:
                 states.append(after)
             if output_hidden_states:
@@ -242,9 +254,14 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         """As :meth:`TitansModel.forward`, and:
 
         Args:
-            labels: (batch, time), the tokens themselves, shifted here; -100 where none is wanted.
+            labels: (batch, time), the tokens themselves, shifted here; -100 where none is wanted. The first token of a
+                document inside a row is not wanted.
+            kwargs: ``shift_labels`` (batch, time), the target of each token, instead of labels;
+                ``num_items_in_batch``, by which the summed loss is divided.
             logits_to_keep: how many logits to return, counted from the end, or which; 0: all of them.
         """
+        check_names(self, kwargs, *DOCUMENTS, *LOSS)
+        told = {name: value for name, value in kwargs.items() if name not in LOSS}
         output = self.model(
             input_ids,
             attention_mask,
@@ -254,6 +271,7 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             output_hidden_states,
             return_dict=True,
             restart=restart,
+            **told,
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = output.last_hidden_state[:, kept]
@@ -261,8 +279,13 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         is_alone = output.last_hidden_state.shape[1] == 1
         logits = linear(self.lm_head, hidden) if is_alone else self.lm_head(hidden)
         loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        options = {name: kwargs[name] for name in LOSS if name in kwargs}
+        if labels is not None or options.get("shift_labels") is not None:
+            if labels is not None and (restart is not None or told):
+                starts = restarts_of(output.last_hidden_state.shape[:2], attention_mask, restart, **told)
+                if starts is not None and starts.ndim == 2:
+                    labels = labels.masked_fill(starts, -100)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)
         result = CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

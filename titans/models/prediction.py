@@ -14,6 +14,7 @@ from transformers.utils import ModelOutput
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansPredictionConfig
 from titans.models.modeling import TitansModel
+from titans.models.packing import check_names
 from titans.models.pretrained import TitansPreTrainedModel
 from titans.words import require_whole
 
@@ -117,6 +118,7 @@ class TitansForPrediction(TitansPreTrainedModel):
             future_observed_mask: the same shape, 0 where a value does not count.
             past_key_values: the memory of a history before ``past_values``, see :meth:`remember`; it is not changed.
         """
+        check_names(self, kwargs)
         past, observed = self._checked("past_values", past_values, past_observed_mask)
         context = self.config.context_length
         history, recent = self._split(past, observed)
