@@ -182,7 +182,7 @@ def _note(memory: NeuralMemory, record: MemoryRecord, layer: LayerTrace, count: 
     assert record.state is not None
     weights = [w[0].float() for w in record.state.weights]
     layer.weights.append(_norm(weights))
-    layer.moved.append(_norm([w - start.float() for w, start in zip(weights, memory.initial, strict=True)]))
+    layer.moved.append(_norm([w - start.float() for w, start in zip(weights, memory.initial(None), strict=True)]))
     if layer.momentum is not None:
         layer.momentum.append(_norm([m[0].float() for m in record.state.momentum]))
 

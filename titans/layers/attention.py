@@ -190,6 +190,12 @@ class _Attention(nn.Module):
             if norm is not None:
                 nn.init.ones_(norm.weight)
 
+    def _placement(self) -> tuple[torch.dtype, torch.device]:
+        """dtype and device of a new state; weights that are stored as integers say nothing about the dtype."""
+        parameters = list(self.parameters())
+        dtypes = (p.dtype for p in parameters if p.is_floating_point())
+        return next(dtypes, torch.get_default_dtype()), parameters[0].device
+
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)
 
@@ -266,8 +272,7 @@ class WindowAttention(_Attention):
 
     def init_state(self, batch_size: int) -> WindowState:
         """The state before the first token."""
-        weight = self.to_q.weight
-        return WindowState.create(batch_size, self.heads, self.head_dim, weight.dtype, weight.device)
+        return WindowState.create(batch_size, self.heads, self.head_dim, *self._placement())
 
     def forward(
         self, x: Tensor, state: WindowState | None = None, prefix: Tensor | None = None, mask: Tensor | None = None
@@ -378,8 +383,7 @@ class SegmentAttention(_Attention):
 
     def init_state(self, batch_size: int, history: bool = True) -> SegmentState:
         """An empty segment; ``history`` False: for attention without memory."""
-        weight = self.to_q.weight
-        return SegmentState.create(batch_size, self.heads, self.head_dim, weight.dtype, weight.device, history)
+        return SegmentState.create(batch_size, self.heads, self.head_dim, *self._placement(), history)
 
     def forward(
         self,

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.layers.linear import call_wide, first_outputs
 from titans.ops import (
     Descent,
     Forgetting,
@@ -40,6 +41,16 @@ BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
+
+
+class Start(nn.ParameterList):
+    """M_0, one (heads, out, in) weight a layer. It is called, so that an adapter on its weights is heard."""
+
+    __call__ = nn.Module.__call__  # which nn.ParameterList forbids
+
+    def forward(self, _: None = None) -> tuple[Tensor, ...]:
+        """The weights; adapters pass an input on."""
+        return tuple(self)
 
 
 class NeuralMemory(nn.Module):
@@ -200,7 +211,7 @@ class NeuralMemory(nn.Module):
         self.gate_bias = nn.Parameter(torch.empty(count, heads)) if gates == "constant" and count else None
         hidden = max(1, round(expansion * head_dim))
         widths = [head_dim, *[hidden] * (depth - 1), head_dim]
-        self.initial = nn.ParameterList(torch.empty(heads, out, inside + int(bias)) for inside, out in pairwise(widths))
+        self.initial = Start(torch.empty(heads, out, inside + int(bias)) for inside, out in pairwise(widths))
         self.gain = nn.Parameter(torch.empty(heads, head_dim)) if layer_norm else None
         self.shift = nn.Parameter(torch.empty(heads, head_dim)) if layer_norm else None
         self.log_threshold = nn.Parameter(torch.empty(heads)) if loss == "huber" else None
@@ -254,7 +265,7 @@ class NeuralMemory(nn.Module):
         dtype = state.weights[0].dtype
         to = None
         if self.forgetting and self.forget_to == "start":
-            to = tuple(w.to(dtype).expand(state.batch_size, -1, -1, -1) for w in self.initial)
+            to = tuple(w.to(dtype).expand(state.batch_size, -1, -1, -1) for w in self.initial(None))
         sequential = self.mode == "exact" or (self.mode == "recurrent" and self.chunk_size == 1)
         return Rule(
             network=self.network,
@@ -274,16 +285,16 @@ class NeuralMemory(nn.Module):
         """The learned start M_0 for ``batch_size`` sequences, float32 or wider, part of the graph."""
         if batch_size < 0:
             raise ValueError(f"batch_size is {batch_size}; expected a whole number of at least 0")
-        dtype = torch.promote_types(self.initial[0].dtype, torch.float32)
-        weights = [w.to(dtype).expand(batch_size, -1, -1, -1) for w in self.initial]
+        start = self.initial(None)
+        dtype = torch.promote_types(start[0].dtype, torch.float32)
+        weights = [w.to(dtype).expand(batch_size, -1, -1, -1) for w in start]
         # without momentum a single zero stands for all of it
         none = None if self.momentum else [w.new_zeros(()).expand(w.shape) for w in weights]
         state = MemoryState.create(weights, none)
         state = replace(state, rule=self.rule(state).grid)
-        if not self.conv_kernel:
+        if self.conv is None:
             return state
-        past = self.to_qkv.weight.new_zeros(batch_size, self.conv_kernel - 1, self.to_qkv.out_features)
-        return replace(state, conv=(past,))
+        return replace(state, conv=(self.conv.new_zeros(batch_size, *self._conv_shape),))
 
     def forward(
         self,
@@ -399,7 +410,7 @@ class NeuralMemory(nn.Module):
 
     def queries(self, x: Tensor, past: Tensor | None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The queries (batch, heads, time, head_dim) of :meth:`read_stream`, whatever the weights, and its ``past``."""
-        projected = F.linear(self._limit(x), self.to_qkv.weight[: self.heads * self.head_dim])
+        projected = first_outputs(self.to_qkv, self._limit(x), self.heads * self.head_dim)
         kernel = before = None
         if self.conv is not None:
             kernel = self.conv[:, : projected.shape[-1]].to(projected.dtype)
@@ -439,16 +450,21 @@ class NeuralMemory(nn.Module):
             check_finite("x", x)
         if state is None:
             return self.init_state(x.shape[0])
-        expected = [(x.shape[0], *w.shape) for w in self.initial]
+        expected = [(x.shape[0], *w.shape) for w in self.initial(None)]
         found = [tuple(w.shape) for w in state.weights]
         if found != expected:
             raise ValueError(f"state has weights of shape {found}; expected {expected}")
-        conv = [(x.shape[0], self.conv_kernel - 1, self.to_qkv.out_features)] if self.conv_kernel else []
+        conv = [(x.shape[0], *self._conv_shape)] if self.conv_kernel else []
         if [tuple(c.shape) for c in state.conv] != conv:
             raise ValueError(
                 f"state has convolution inputs of shape {[tuple(c.shape) for c in state.conv]}; expected {conv}"
             )
         return state
+
+    @property
+    def _conv_shape(self) -> tuple[int, int]:
+        """The inputs that the convolutions keep of a sequence."""
+        return self.conv_kernel - 1, 3 * self.heads * self.head_dim
 
     def _project(
         self, x: Tensor, past: tuple[Tensor, ...], mask: Tensor | None
@@ -474,12 +490,10 @@ class NeuralMemory(nn.Module):
 
     def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""
-        dtype = torch.promote_types(self.initial[0].dtype, torch.float32)
+        dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
         raw = None
         if self.to_gates is not None:
-            with torch.autocast(x.device.type, enabled=False):
-                weight, bias = self.to_gates.weight.to(dtype), self.to_gates.bias.to(dtype)
-                raw = F.linear(x.to(dtype), weight, bias)
+            raw = call_wide(self.to_gates, x, self.norm.weight.dtype)
             raw = raw.unflatten(-1, (len(self.gate_names), self.heads)).permute(2, 0, 3, 1)
         elif self.gate_bias is not None:
             raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])

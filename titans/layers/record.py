@@ -74,7 +74,8 @@ def summarise(memory: NeuralMemory, record: MemoryRecord) -> dict[str, float]:
     surprise = torch.cat([part.gradient_norm for part in record.surprise], dim=-1).float()
     means["surprise"] = float(surprise.square().sum(1).sqrt().mean())
     weights = [w.detach().float() for w in record.state.weights]
-    starts = [getattr(w, "full_tensor", lambda w=w: w)().detach().float() for w in memory.initial]  # sharded or not
+    # sharded or not
+    starts = [getattr(w, "full_tensor", lambda w=w: w)().detach().float() for w in memory.initial(None)]
     means["norm"] = float(_norms(weights).mean())
     means["moved"] = float(_norms([w - start for w, start in zip(weights, starts, strict=True)]).mean())
     return means

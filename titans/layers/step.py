@@ -28,7 +28,8 @@ from titans.layers.blocks import (
     MALBlock,
     SwiGLU,
 )
-from titans.layers.memory import ETA_MAX, INPUT_LIMIT, NeuralMemory
+from titans.layers.linear import is_plain, is_touched
+from titans.layers.memory import ETA_MAX, INPUT_LIMIT, NeuralMemory, Start
 from titans.layers.norm import RMSNorm
 from titans.ops.attention import frequencies
 from titans.ops.losses import Dot, Squared
@@ -39,7 +40,7 @@ from titans.ops.state import MemoryState
 BLOCKS = (LMMBlock, MACBlock, MAGBlock, MALBlock)
 PARTS = (
     NeuralMemory, WindowAttention, SegmentAttention, Gate, SwiGLU, FeedForward, RMSNorm,
-    nn.RMSNorm, nn.Linear, nn.ParameterList,
+    nn.RMSNorm, nn.Linear, Start,
 )  # fmt: skip
 FEW_ROWS = 8  # tokens up to which a matrix is read row by row
 
@@ -241,7 +242,7 @@ def is_intercepted() -> bool:
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
     """``module(x)``, faster for few rows without a graph."""
     few = not is_traced() and not torch.is_grad_enabled() and 0 < x.numel() <= FEW_ROWS * x.shape[-1]
-    if few and module.bias is None and _is_ordinary(module) and _can_step([module.weight], x):
+    if few and is_plain(module) and module.bias is None and _can_step([module.weight], x):
         return native.linear(x, module.weight)
     y: Tensor = module(x)
     return y
@@ -304,9 +305,8 @@ def _walk(module: nn.Module) -> list[nn.Module]:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    """Whether somebody listens to the module, or has put something in the place of its code."""
-    own = module.__dict__
-    return bool(own["_forward_hooks"] or own["_forward_pre_hooks"] or own.get("observer") or "forward" in own)
+    """Whether somebody wants to hear what goes through the module."""
+    return is_touched(module) or module.__dict__.get("observer") is not None
 
 
 def _is_ordinary(module: nn.Module) -> bool:
