@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import AutoTokenizer, BertModel
 
 from tests.text.small_bert import save_small_bert
 from titans.text.encoder import CachedEncoder, TextEncoder
@@ -83,20 +84,21 @@ def test_threads_share_an_encoder(small: TextEncoder) -> None:
 def test_pooling_is_over_the_tokens_that_are_not_padding(folder: Path, pooling: str) -> None:
     encoder = TextEncoder.load(folder, pooling)
     text = "Ann lives in Oslo, unbelievably."
-    ids = torch.tensor([encoder._tokenizer(text)["input_ids"]])
-    hidden = encoder._model(input_ids=ids).last_hidden_state[0]  # nothing is padded here
+    ids = torch.tensor(encoder._network.tokenize([text], 512, 0)[0])
+    hidden = BertModel.from_pretrained(folder)(input_ids=ids).last_hidden_state[0]  # nothing is padded here
     pooled = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.amax(0)}[pooling]
     np.testing.assert_allclose(encoder.encode([text])[0], F.normalize(pooled, dim=0).numpy(), atol=1e-6)
 
 
-def test_a_long_text_is_the_mean_of_its_overlapping_passages(small: TextEncoder) -> None:
+def test_a_long_text_is_the_mean_of_its_overlapping_passages(small: TextEncoder, folder: Path) -> None:
     words = [f"{word} {number}" for number, word in enumerate(WORDS * 7)]
     text = " ".join(words)
-    ids = small._tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    ids = tokenizer(text, add_special_tokens=False, truncation=False)["input_ids"]
     room, overlap = small.max_tokens - 2, small.max_tokens // 8
     starts = range(0, len(ids) - overlap, room - overlap)
     assert len(starts) > 3
-    mean = small.encode([small._tokenizer.decode(ids[start : start + room]) for start in starts]).mean(0)
+    mean = small.encode([tokenizer.decode(ids[start : start + room]) for start in starts]).mean(0)
     assert small.encode([text])[0] @ (mean / np.linalg.norm(mean)) > 0.999
     assert small.encode([text])[0] @ small.encode([text + " A last word."])[0] < 1 - 1e-6  # nothing is cut off
 
@@ -128,7 +130,7 @@ def test_the_fingerprint_is_of_weights_pooling_and_passages(folder: Path, tmp_pa
     assert len(first.fingerprint) == 16 and TextEncoder.load(folder).fingerprint == first.fingerprint
     other = TextEncoder.load(folder)
     with torch.no_grad():
-        next(iter(other._model.parameters()))[0, 0] += 1e-6
+        other._network.weights["embeddings.word_embeddings.weight"][0, 0] += 1e-6
     known = {first.fingerprint, other.fingerprint, TextEncoder.load(folder, "cls").fingerprint}
     known.add(TextEncoder.load(folder, max_tokens=64).fingerprint)
     assert len(known) == 4

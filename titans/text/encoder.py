@@ -6,11 +6,11 @@ import hashlib
 import importlib.util
 import json
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zipfile import BadZipFile
 
 import numpy as np
@@ -31,6 +31,27 @@ CACHE_STEP = 64  # texts that a cache encodes at a time; its file is rewritten o
 Progress = Callable[[int, int, str], None]  # done, total, what is being done
 
 
+class Network(NamedTuple):
+    """A BERT-like model and its tokenizer, whoever implements them.
+
+    Attributes:
+        hidden: token numbers and which of them are no padding, (n, length) each -> hidden states (n, length, width).
+        weights: of the model, by name.
+        tokenize: texts, tokens of a passage and of an overlap -> the token numbers of all passages, and which text each
+            belongs to.
+        padding: the token that shorter texts are filled with.
+        width: of a hidden state.
+        longest: most tokens of a passage.
+    """
+
+    hidden: Callable[[Tensor, Tensor], Tensor]
+    weights: Mapping[str, Tensor]
+    tokenize: Callable[[list[str], int, int], tuple[list[list[int]], list[int]]]
+    padding: int
+    width: int
+    longest: int
+
+
 class TextEncoder:
     """A BERT-like model with pooling; :meth:`load` makes one.
 
@@ -41,11 +62,10 @@ class TextEncoder:
         max_tokens: of a passage; longer texts are cut into overlapping passages, and their vectors averaged.
     """
 
-    def __init__(self, name: str, model: Any, tokenizer: Any, pooling: str, max_tokens: int) -> None:
+    def __init__(self, name: str, network: Network, pooling: str, max_tokens: int) -> None:
         self.name, self.pooling, self.max_tokens = name, pooling, max_tokens
-        self.width = int(model.config.hidden_size)
-        self._model, self._tokenizer = model, tokenizer
-        self._overlap = max_tokens // 8
+        self.width = network.width
+        self._network = network
         self._lock = threading.Lock()  # a tokenizer is not safe to share between threads, a model is
 
     @classmethod
@@ -78,22 +98,9 @@ class TextEncoder:
                 f"{not_there(source)}; expected a folder of a BERT-like model, or the name of one on the hub"
             )
 
-        from transformers import AutoModel, AutoTokenizer
-
-        from titans.models.loading import quiet
-
-        options = {"local_files_only": local, "trust_remote_code": False}
-        try:
-            with quiet():
-                model = AutoModel.from_pretrained(source, dtype=torch.float32, **options)
-                tokenizer = AutoTokenizer.from_pretrained(source, **options)
-        except Exception as error:  # no such model, no network, damaged files: each its own class
-            raise ValueError(f"{source} cannot be loaded as a text encoder: {sentence(error)}") from error
-        if model.config.is_encoder_decoder or not tokenizer.is_fast:
-            raise ValueError(f"{source} is a {model.config.model_type} model; expected a BERT-like one")
-        limit = min(
-            MAX_TOKENS, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", MAX_TOKENS)
-        )
+        where = torch.device("cpu" if device is None else device)
+        network = (_read_network(folder, where) if local else None) or _load_with_transformers(source, local, where)
+        limit = network.longest
         if max_tokens is None:
             own = _read_json(folder / "sentence_bert_config.json").get("max_seq_length")
             max_tokens = min(limit, own) if isinstance(own, int) else limit
@@ -101,15 +108,13 @@ class TextEncoder:
             raise ValueError(
                 f"max_tokens is {max_tokens}; expected {MIN_TOKENS} to {limit}, what {source} can read at once"
             )
-        model = model.to(torch.device("cpu" if device is None else device)).eval().requires_grad_(False)
-        pooling = pooling or _pooling(folder)
-        return cls("all-MiniLM-L6-v2" if name is None else source, model, tokenizer, pooling, max_tokens)
+        return cls("all-MiniLM-L6-v2" if name is None else source, network, pooling or _pooling(folder), max_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change with the weights, the pooling or the length of a passage."""
         digest = hashlib.sha256(f"{self.pooling} {self.max_tokens}".encode())
-        for name, tensor in sorted(self._model.state_dict().items()):
+        for name, tensor in sorted(self._network.weights.items()):
             if tensor.is_floating_point():
                 digest.update(f"{name} {tuple(tensor.shape)}".encode())
                 digest.update(tensor.detach().cpu().contiguous().numpy().data)
@@ -124,22 +129,11 @@ class TextEncoder:
             vectors[start : start + len(slab)] = self._encode_slab(slab)
         return vectors
 
-    def _tokenize(self, texts: Sequence[str]) -> Any:
-        with self._lock:
-            return self._tokenizer(
-                [_clean(text) for text in texts],
-                truncation=True,
-                max_length=self.max_tokens,
-                stride=self._overlap,
-                return_overflowing_tokens=True,
-                return_attention_mask=False,
-                return_token_type_ids=False,
-            )
-
     @torch.inference_mode()
     def _encode_slab(self, texts: Sequence[str]) -> np.ndarray:
-        tokens = self._tokenize(texts)
-        ids, owners = tokens["input_ids"], tokens["overflow_to_sample_mapping"]
+        with self._lock:
+            cleaned = [_clean(text) for text in texts]
+            ids, owners = self._network.tokenize(cleaned, self.max_tokens, self.max_tokens // 8)
         groups: dict[int, list[int]] = {}
         for index, row in enumerate(ids):
             length = min(self.max_tokens, -(-max(1, len(row)) // STEP) * STEP)
@@ -162,15 +156,14 @@ class TextEncoder:
 
     def _forward(self, rows: Sequence[Sequence[int]], length: int) -> Tensor:
         """Token numbers -> unit vectors (rows, width), on the CPU."""
-        device = self._model.device
-        padding = self._tokenizer.pad_token_id or 0
-        ids = torch.full((len(rows), length), padding, dtype=torch.int64)
+        device = next(iter(self._network.weights.values())).device
+        ids = torch.full((len(rows), length), self._network.padding, dtype=torch.int64)
         mask = torch.zeros(len(rows), length, dtype=torch.int64)
         for index, row in enumerate(rows):
             ids[index, : len(row)] = torch.tensor(row)
             mask[index, : len(row)] = 1
         ids, mask = ids.to(device), mask.to(device)
-        hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
+        hidden = self._network.hidden(ids, mask)
         return F.normalize(_pool(hidden, mask, self.pooling).float(), dim=-1).cpu()
 
     def __repr__(self) -> str:
@@ -220,6 +213,59 @@ def _pool(hidden: Tensor, mask: Tensor, pooling: str) -> Tensor:
     if pooling == "max":
         return hidden.masked_fill(~live, -torch.inf).amax(1)
     return hidden.masked_fill(~live, 0).sum(1) / mask.sum(1, keepdim=True)
+
+
+def _read_network(folder: Path, device: torch.device) -> Network | None:
+    """The BERT in a folder, with our own code; None if the folder holds something else."""
+    from titans.text.bert import load_bert, load_tokenizer
+
+    tokenizer = load_tokenizer(folder)
+    model = None if tokenizer is None else load_bert(folder, device)
+    if tokenizer is None or model is None:
+        return None
+
+    def tokenize(texts: list[str], size: int, overlap: int) -> tuple[list[list[int]], list[int]]:
+        tokenizer.enable_truncation(size, stride=overlap)
+        found = [[text, *text.overflowing] for text in tokenizer.encode_batch_fast(texts)]
+        return [part.ids for parts in found for part in parts], [i for i, parts in enumerate(found) for _ in parts]
+
+    limits = [_read_json(folder / "tokenizer_config.json").get("model_max_length", MAX_TOKENS), MAX_TOKENS]
+    longest = int(min(*limits, model.config["max_position_embeddings"]))
+    return Network(model, model.weights, tokenize, 0, model.config["hidden_size"], longest)
+
+
+def _load_with_transformers(source: str, local: bool, device: torch.device) -> Network:
+    """Any BERT-like model, from a folder or from the hub."""
+    from transformers import AutoModel, AutoTokenizer  # slow to import
+
+    from titans.models.loading import quiet
+
+    options = {"local_files_only": local, "trust_remote_code": False}
+    try:
+        with quiet():
+            model = AutoModel.from_pretrained(source, dtype=torch.float32, **options)
+            tokenizer = AutoTokenizer.from_pretrained(source, **options)
+    except Exception as error:  # no such model, no network, damaged files: each its own class
+        raise ValueError(f"{source} cannot be loaded as a text encoder: {sentence(error)}") from error
+    if model.config.is_encoder_decoder or not tokenizer.is_fast:
+        raise ValueError(f"{source} is a {model.config.model_type} model; expected a BERT-like one")
+    model = model.to(device).eval().requires_grad_(False)
+
+    def tokenize(texts: list[str], size: int, overlap: int) -> tuple[list[list[int]], list[int]]:
+        found = tokenizer(
+            texts, truncation=True, max_length=size, stride=overlap, return_overflowing_tokens=True,
+            return_attention_mask=False, return_token_type_ids=False,
+        )  # fmt: skip
+        return found["input_ids"], found["overflow_to_sample_mapping"]
+
+    def hidden(ids: Tensor, mask: Tensor) -> Tensor:
+        states: Tensor = model(input_ids=ids, attention_mask=mask).last_hidden_state
+        return states
+
+    longest = min(MAX_TOKENS, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
+    return Network(
+        hidden, model.state_dict(), tokenize, tokenizer.pad_token_id or 0, int(model.config.hidden_size), longest
+    )
 
 
 def _packaged() -> str:
