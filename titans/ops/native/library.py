@@ -149,9 +149,12 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
 
 
-@torch.compiler.assume_constant_result
 def _is_loaded(dtype: torch.dtype) -> bool:
     return library(dtype) is not None
+
+
+# What torch.compiler.assume_constant_result does, which also imports the whole compiler: a second of every start.
+_is_loaded._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def call(name: str, dtype: torch.dtype, *arguments: object) -> None:
