@@ -147,7 +147,7 @@ def test_a_checkpoint_of_another_model_is_refused(
     caplog.set_level(logging.WARNING, "transformers")  # whoever has silenced it before
     model("mac", torch.float32).save_pretrained(tmp_path)
     for load in (TitansForCausalLM.from_pretrained, AutoModelForCausalLM.from_pretrained):
-        with pytest.raises(ValueError, match="holds a mac model; the config that was given is of a mag one"):
+        with pytest.raises(ValueError, match="holds a mac model; expected mag, the variant that was asked for"):
             load(tmp_path, config=config("mag"))
     with pytest.raises(ValueError, match=r"does not fit the config: \d+ missing parameters, the first of them model\."):
         TitansForCausalLM.from_pretrained(tmp_path, config=config("mac", memory_depth=3))

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, ClassVar
 
 from transformers import AutoConfig, PreTrainedConfig
@@ -18,13 +21,31 @@ GATES = ("sigmoid", "silu", "multiply", "sum", "memory")
 TOKENS = ("patches", "variates")
 PREDICTION_LOSSES = ("mse", "mae", "huber", "quantile")
 POOLINGS = ("mean", "last")
+# More tokens than any memory holds: where lm-eval tries how many such texts fit (batch_size=auto), it is told at once
+# that none do, and takes one text at a time; and their size in bytes still fits into 64 bits.
+NO_LIMIT = 2**48
+# the file that a saved model brings along, and what the Auto classes find in it
+LOADER = Path(__file__).with_name("titans_model.py")
+AUTO_MAPS = {
+    "titans": {
+        "AutoConfig": "TitansConfig",
+        "AutoModel": "TitansModel",
+        "AutoModelForCausalLM": "TitansForCausalLM",
+        "AutoModelForSequenceClassification": "TitansForSequenceClassification",
+    },
+    "titans_prediction": {
+        "AutoConfig": "TitansPredictionConfig",
+        "AutoModel": "TitansForPrediction",
+        "AutoModelForTimeSeriesPrediction": "TitansForPrediction",
+    },
+}
 DEFAULT_GATES = {"mac": "memory"}  # the attention's output reaches the stream anyway
 # the least that whole numbers may be
 LEAST = {
     "vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1,
     "segment_size": 1, "window_size": 1, "num_persistent_tokens": 0, "memory_heads": 1, "memory_head_dim": 1,
     "memory_depth": 1, "memory_chunk_size": 1, "memory_sweeps": 0, "memory_conv_kernel": 0,
-    "memory_checkpoint_every": 1,
+    "memory_checkpoint_every": 1, "max_position_embeddings": 1,
 }  # fmt: skip
 # the most that positive numbers may be
 MOST = {
@@ -54,6 +75,8 @@ class TitansConfig(PreTrainedConfig):
         memory_*: the arguments of :class:`titans.NeuralMemory` with the same names.
         rms_norm_eps: of the last norm.
         initializer_range: standard deviation of the embeddings at the start.
+        max_position_embeddings: tokens of a text that other programs, such as lm-eval, may give the model before they
+            cut it; the model itself has no limit.
     """
 
     model_type: ClassVar[str] = "titans"
@@ -107,6 +130,7 @@ class TitansConfig(PreTrainedConfig):
 
     rms_norm_eps: float = 1e-6
     initializer_range: float = 0.02
+    max_position_embeddings: int = NO_LIMIT
     use_cache: bool = True
     tie_word_embeddings: bool = True
     pad_token_id: int | None = None
@@ -172,6 +196,31 @@ class TitansConfig(PreTrainedConfig):
         """
         return cls(**apply_preset(name, fields, cls.memory_heads))
 
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in the library, but ``variant="fp16"`` for a model means files of that name, as it does there."""
+        for_model = kwargs.get("return_unused_kwargs") or "_from_pipeline" in kwargs
+        if not for_model or kwargs.get("variant", VARIANTS[0]) in VARIANTS:
+            return super().from_dict(config_dict, **kwargs)
+        variant = kwargs.pop("variant")
+        loaded = super().from_dict(config_dict, **kwargs)
+        return (loaded[0], loaded[1] | {"variant": variant}) if isinstance(loaded, tuple) else loaded
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """As in the library, with what the Auto classes need to load the model without ``import titans``."""
+        ours = type(self).__module__ == __name__
+        if ours:
+            self.auto_map = {name: f"{LOADER.stem}.{kind}" for name, kind in AUTO_MAPS[self.model_type].items()}
+        super().save_pretrained(save_directory, *args, **kwargs)
+        if ours:
+            shutil.copyfile(LOADER, Path(save_directory) / LOADER.name)
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
+        """As in the library for subclasses; there, saving copies the source of the class, which ours do not need."""
+        if cls.__module__ != __name__:
+            super().register_for_auto_class(auto_class)
+
     @property
     def effective_gate(self) -> str:
         """``gate``, or the variant's default."""
@@ -195,7 +244,7 @@ class TitansConfig(PreTrainedConfig):
 NOT_IN_CACHE = (
     "prediction_length", "linear_skip", "dropout", "loss", "huber_delta", "quantiles", "pooling",
     "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
-    "eos_token_id", "memory_first_order", "memory_checkpoint_every",
+    "eos_token_id", "memory_first_order", "memory_checkpoint_every", "max_position_embeddings",
 )  # fmt: skip
 
 

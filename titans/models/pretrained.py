@@ -12,8 +12,9 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from titans.models.configuration import TitansConfig
+from titans.models.configuration import VARIANTS, TitansConfig
 
+ATTENTIONS = ("sdpa", "eager")  # names of one and the same: our attention calls PyTorch's where that is exact
 HUB_OPTIONS = ("cache_dir", "revision", "token", "subfolder", "local_files_only")
 
 
@@ -40,6 +41,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
     _no_split_modules = ["LMMLayer", "MACLayer", "MAGLayer", "MALLayer"]
+    _supports_sdpa = True
     _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
 
     def __init__(self, config: TitansConfig) -> None:
@@ -50,6 +52,11 @@ class TitansPreTrainedModel(PreTrainedModel):
     def _supports_default_dynamic_cache(cls) -> bool:
         return False
 
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation not in (None, *ATTENTIONS):
+            raise ValueError(f"attn_implementation is {attn_implementation!r}; expected one of {', '.join(ATTENTIONS)}")
+        return attn_implementation or ATTENTIONS[0]
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
@@ -59,16 +66,20 @@ class TitansPreTrainedModel(PreTrainedModel):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded."""
+        """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded.
+
+        ``variant`` is one of ours, or else what the names of the files with the weights have, such as ``"fp16"``.
+        """
         path = pretrained_model_name_or_path
         given = kwargs.get("config")
-        if isinstance(given, TitansConfig) and path is not None:
+        wanted = given.variant if isinstance(given, TitansConfig) else None
+        if kwargs.get("variant") in VARIANTS:
+            wanted = kwargs.pop("variant")
+        if wanted is not None and path is not None:
             hub = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            variant = TitansConfig.get_config_dict(path, **hub)[0].get("variant", given.variant)
-            if variant != given.variant:
-                raise ValueError(
-                    f"{path} holds a {variant} model; the config that was given is of a {given.variant} one"
-                )
+            variant = TitansConfig.get_config_dict(path, **hub)[0].get("variant", wanted)
+            if variant != wanted:
+                raise ValueError(f"{path} holds a {variant} model; expected {wanted}, the variant that was asked for")
         want_info = kwargs.pop("output_loading_info", False)
         problems = ["missing_keys", "unexpected_keys"]
         silence = nullcontext if kwargs.get("ignore_mismatched_sizes") else _without_load_report

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from titans.models import TitansConfig
 from titans.training.config import TrainConfig
 
 CARD = """---
@@ -24,14 +25,7 @@ A {name} language model with {parameters:,} parameters, trained with [titan-memo
 
 ## Use
 
-```python
-import titans  # makes the Auto classes know the architecture
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained("{place}")
-tokenizer = AutoTokenizer.from_pretrained("{place}")
-```
-
+{use}
 or `titans generate {place} "a prompt"`.
 
 ## Model
@@ -45,6 +39,19 @@ or `titans generate {place} "a prompt"`.
 ```json
 {training}
 ```
+"""
+USE = """```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("{place}"{trust})
+tokenizer = AutoTokenizer.from_pretrained("{place}"{trust})
+```
+"""
+USE_OURS = """Install the code of the model with `pip install 'titan-memory[models]'`. Then:
+
+{use}
+`trust_remote_code` runs `titans_model.py`, which imports that package and nothing else; after `import titans` it is not
+needed. lm-eval takes it as well: `lm_eval --model hf --model_args pretrained={place},trust_remote_code=True`,
 """
 ABOUT = {
     "lmm": "Its layers are neural memories that learn while they read (Titans, arXiv 2501.00663).",
@@ -67,10 +74,15 @@ def model_card(model: Any, config: TrainConfig, metrics: dict[str, float], steps
         "peak memory of a process": f"{metrics.get('peak_memory_gib', 0):.2f} GiB",
         "seed": str(config.seed),
     }
+    place = config.push_to_hub or config.output
+    use = USE.format(place=place, trust="")
+    if isinstance(model, TitansConfig):
+        use = USE_OURS.format(place=place, use=USE.format(place=place, trust=", trust_remote_code=True"))
     return CARD.format(
         title=config.push_to_hub or f"{name}, {metrics['parameters'] / 1e6:.1f}M",
         name=name,
-        place=config.push_to_hub or config.output,
+        place=place,
+        use=use,
         parameters=int(metrics["parameters"]),
         about=ABOUT.get(name, ""),
         rows="\n".join(f"| {label} | {value} |" for label, value in figures.items() if value),
