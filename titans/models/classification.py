@@ -27,7 +27,7 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
     """
 
     accepts_loss_kwargs = False  # a Trainer that accumulates gradients takes the mean itself, for every kind of label
-    _keys_to_ignore_on_load_missing = [r"^score\."]
+    _keys_to_ignore_on_load_missing = ["score.weight"]
     _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
 
     def __init__(self, config: TitansConfig) -> None:
