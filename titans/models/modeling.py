@@ -78,7 +78,7 @@ def make_layer(config: TitansConfig) -> nn.Module:
 class TitansModel(TitansPreTrainedModel):
     """Embedding, blocks and norm."""
 
-    _keys_to_ignore_on_load_unexpected = [r"^lm_head\."]
+    _keys_to_ignore_on_load_unexpected = [r"^lm_head\.", r"^score\."]
 
     def __init__(self, config: TitansConfig) -> None:
         super().__init__(config)
