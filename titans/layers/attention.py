@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.layers.linear import floating_dtype
 from titans.layers.norm import RMSNorm
 from titans.ops.attention import rotate_by, rotation, segment_attention, turning, window_attention
 from titans.ops.state import aligned
@@ -190,11 +191,10 @@ class _Attention(nn.Module):
             if norm is not None:
                 nn.init.ones_(norm.weight)
 
-    def _placement(self) -> tuple[torch.dtype, torch.device]:
-        """dtype and device of a new state; weights that are stored as integers say nothing about the dtype."""
-        parameters = list(self.parameters())
-        dtypes = (p.dtype for p in parameters if p.is_floating_point())
-        return next(dtypes, torch.get_default_dtype()), parameters[0].device
+    def _placement(self) -> tuple[torch.dtype, torch.device | None]:
+        """dtype and device of a new state."""
+        device = next((p.device for p in self.parameters()), None)
+        return floating_dtype(self, torch.get_default_dtype()), device
 
     def _split(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.head_dim)).transpose(-2, -3)

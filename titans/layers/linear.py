@@ -30,11 +30,15 @@ def first_outputs(module: nn.Linear, x: Tensor, count: int) -> Tensor:
     return y[..., :count]
 
 
+def floating_dtype(module: nn.Module, default: torch.dtype) -> torch.dtype:
+    """What the module computes in: weights that are stored as integers do not say."""
+    return next((p.dtype for p in module.parameters() if p.is_floating_point()), default)
+
+
 def call_wide(module: nn.Linear, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """``module(x)`` in float32 or wider, whatever autocast says; a module that is not plain gets x in ``dtype``."""
-    wide = torch.promote_types(dtype, torch.float32)
+    """``module(x)`` in ``dtype``, whatever autocast says; a module that is not plain computes in its own."""
     with torch.autocast(x.device.type, enabled=False):
         if is_plain(module):
-            return F.linear(x.to(wide), module.weight.to(wide), module.bias.to(wide))
-        y: Tensor = module(x.to(dtype))
-        return y.to(wide)
+            return F.linear(x.to(dtype), module.weight.to(dtype), module.bias.to(dtype))
+        y: Tensor = module(x.to(floating_dtype(module, x.dtype)))
+        return y.to(dtype)

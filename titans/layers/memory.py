@@ -493,7 +493,7 @@ class NeuralMemory(nn.Module):
         dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
         raw = None
         if self.to_gates is not None:
-            raw = call_wide(self.to_gates, x, self.norm.weight.dtype)
+            raw = call_wide(self.to_gates, x, dtype)
             raw = raw.unflatten(-1, (len(self.gate_names), self.heads)).permute(2, 0, 3, 1)
         elif self.gate_bias is not None:
             raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])

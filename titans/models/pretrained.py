@@ -42,6 +42,7 @@ class TitansPreTrainedModel(PreTrainedModel):
     supports_gradient_checkpointing = True
     _no_split_modules = ["LMMLayer", "MACLayer", "MAGLayer", "MALLayer"]
     _supports_sdpa = True
+    _keep_in_fp32_modules = ["to_gates"]  # as they are computed; quantisers leave them alone
     _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
 
     def __init__(self, config: TitansConfig) -> None:
@@ -62,7 +63,11 @@ class TitansPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif hasattr(module, "reset_parameters"):
+            loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+            values = [p.clone() for p in loaded]
             module.reset_parameters()  # type: ignore[operator]
+            for parameter, value in zip(loaded, values, strict=True):  # of a checkpoint that fits in part
+                parameter.copy_(value)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
