@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import islice
+from itertools import islice, pairwise
 
 import numpy as np
 import pytest
@@ -109,21 +109,20 @@ def test_every_lane_reads_whole_documents_one_after_the_other(
     wanted = {d[0]: d for d in documents(sizes) if len(d) > 1}
     rows = CarriedRows(made, length, lanes, steps)
     assert len(rows) == steps * lanes
+    assert rows.filled == 1
     begun = []
     for lane in range(lanes):
-        read: list[int] = []
-        expected: list[int] = []
-        for step in range(steps):
-            row = rows[step * lanes + lane]
-            live = row["labels"] != IGNORED
-            ids, targets = row["input_ids"][live].tolist(), row["labels"][live].tolist()
-            if row["restart"]:
-                assert [*read] == expected[:-1]  # the document before came to its end
-                expected, read = wanted[ids[0]], []
-                begun.append((step, ids[0]))
-            read += ids
-            assert targets == expected[len(read) - len(ids) + 1 : len(read) + 1]
-        assert read == expected[: len(read)]
+        whole = [rows[step * lanes + lane] for step in range(steps)]
+        ids, targets, restart = (torch.cat([row[name] for row in whole]) for name in ("input_ids", "labels", "restart"))
+        starts = restart.nonzero().flatten().tolist()
+        assert starts[0] == 0
+        for start, stop in pairwise([*starts, steps * length]):
+            document = wanted[int(ids[start])]
+            if stop < steps * length:
+                assert stop - start == len(document) - 1
+            assert ids[start:stop].tolist() == document[: stop - start]
+            assert targets[start:stop].tolist() == document[1 : stop - start + 1]
+            begun.append((start, int(ids[start])))
     # all documents of an epoch come before any of the next
     order = [first for _, first in sorted(begun, key=lambda item: item[0])]
     for start in range(0, len(order) - len(wanted) + 1, len(wanted)):
@@ -137,9 +136,33 @@ def test_every_lane_reads_whole_documents_one_after_the_other(
 def test_a_pass_over_carried_rows_reads_every_token_once() -> None:
     sizes = [17, 3, 1, 40, 9, 2]
     rows = CarriedRows(store(sizes), 8, 3, None)
+    assert rows.filled == sum(size - 1 for size in sizes) / (len(rows) * 8)
     targets = torch.cat([rows[i]["labels"] for i in range(len(rows))])
     firsts = {document[0] for document in documents(sizes)}
     assert sorted(targets[targets != IGNORED].tolist()) == sorted(set(range(sum(sizes))) - firsts)
+
+
+def test_separate_documents_have_no_targets_beyond_their_ends() -> None:
+    sizes = [5, 1, 9, 3, 14]
+    whole, separate = (PackedRows(store(sizes), 6, None, separate=separate) for separate in (False, True))
+    starts = np.cumsum([0, *sizes])
+    for index in range(len(whole)):
+        plain, row = whole[index], separate[index]
+        assert torch.equal(row["input_ids"], plain["input_ids"])
+        assert row["restart"].tolist() == [token in starts for token in row["input_ids"].tolist()]
+        wanted = [IGNORED if token in starts else token for token in plain["labels"].tolist()]
+        assert row["labels"].tolist() == wanted
+
+
+def test_separate_streamed_documents_say_where_they_begin() -> None:
+    from titans.models.tokenizer import byte_tokenizer
+
+    texts = [{"text": "abc"}, {"text": ""}, {"text": "defghij"}]
+    rows = list(islice(StreamedRows(texts, byte_tokenizer(), 4, separate=True), 6))
+    begun = [place for place, new in enumerate(torch.cat([row["restart"] for row in rows]).tolist()) if new]
+    untrained = [place for place, label in enumerate(torch.cat([row["labels"] for row in rows])) if label == IGNORED]
+    assert begun == [0, 4, 12, 16]
+    assert untrained == [3, 11, 15, 23]
 
 
 def test_data_that_is_too_short_is_refused() -> None:

@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start, store_of
 from titans import TitansForCausalLM
 from titans.files import LOCK
+from titans.tasks import IGNORED
 from titans.training import run, trainer
 from titans.training.build import make_model
 from titans.training.callbacks import StopInOrder
@@ -302,20 +304,47 @@ def test_a_resumed_run_may_use_other_batches_and_keeps_its_lanes(tiny: Make) -> 
     close(losses(cut.output), losses(whole.output), 1e-5)
 
 
-def test_carried_training_reads_a_document_as_one_call_would(prepared: Path, tiny: Make) -> None:
-    """The loss of the pieces of a document, carried, is that of the whole document at once."""
+@pytest.mark.parametrize("sizes", [[4 * LENGTH + 1], [5, 2 * LENGTH, 2, 17, 3 * LENGTH]], ids=["one", "several"])
+def test_carried_training_reads_a_document_as_one_call_would(sizes: list[int], tiny: Make) -> None:
+    """The loss of documents, read end to end in pieces, is that of each whole document at once."""
     config = tiny("mac", carry=1, learning_rate=1e-12, weight_decay=0.0, steps=4, batch_tokens=LENGTH)
-    documents = [list(range(1, 1 + 4 * LENGTH))]
-    store = store_of(documents)
+    documents = [[(7 * number + 3 * place) % 256 for place in range(size)] for number, size in enumerate(sizes)]
     data = run.open_data(config)
-    rows = run.make_rows(config, run.Data(data.tokenizer, store, None, "x"), 4)
+    rows = run.make_rows(config, run.Data(data.tokenizer, store_of(documents), None, "x"), 4)
     model = make_model(config, 257, 256)
-    expected = model.eval()(torch.tensor(documents)).logits[0, :-1]
-    each = torch.nn.functional.cross_entropy(expected, torch.tensor(documents[0][1:]), reduction="none")
+    order = [documents[number] for number in rows.documents[0]]
+    each = torch.cat([_token_losses(model, document) for document in order])
     args = run._arguments(config, Path(config.output), 4, 1, 1, validates=False)
     MemoryTrainer(config, model, args, rows, callbacks=[run.MetricsFile(Path(config.output))]).train()
-    wanted = {step + 1: float(part.mean()) for step, part in enumerate(each.split(LENGTH))}
+    wanted = {step + 1: float(part.mean()) for step, part in enumerate(each.split(LENGTH)[:4])}
     close(losses(config.output), wanted, 1e-5)
+
+
+@torch.no_grad()
+def _token_losses(model: torch.nn.Module, document: list[int]) -> torch.Tensor:
+    """The loss of every token of a document but the first, read by itself."""
+    ids = torch.tensor([document])
+    return torch.nn.functional.cross_entropy(model.eval()(ids).logits[0, :-1], ids[0, 1:], reduction="none")
+
+
+def test_separate_documents_are_trained_on_as_if_each_were_alone(tiny: Make) -> None:
+    config = tiny("mag", separate_documents=True, learning_rate=1e-12, weight_decay=0.0, steps=1)
+    documents = [
+        [(7 * number + 3 * place) % 256 for place in range(size)] for number, size in enumerate([5, 9, 50] * 4)
+    ]
+    rows = run.make_rows(config, run.Data(run.open_data(config).tokenizer, store_of(documents), None, "x"), 1)
+    model = make_model(config, 257, 256)
+    parts = []
+    for row in rows:
+        cuts = [0, *(place for place in row["restart"].nonzero().flatten().tolist() if place), LENGTH]
+        target = int(row["labels"][-1])
+        for first, stop in pairwise(cuts):
+            part = row["input_ids"][first:stop].tolist()
+            ends_inside = stop < LENGTH or target == IGNORED
+            parts.append(_token_losses(model, part if ends_inside else [*part, target]))
+    args = run._arguments(config, Path(config.output), 1, ROWS, 1, validates=False)
+    MemoryTrainer(config, model, args, rows, callbacks=[run.MetricsFile(Path(config.output))]).train()
+    close(losses(config.output), {1: float(torch.cat(parts).mean())}, 1e-5)
 
 
 @pytest.mark.parametrize("carry", [0, 1])
@@ -485,7 +514,7 @@ def test_an_epoch_of_carried_rows_reads_every_document(tiny: Make) -> None:
     steps = config.total_steps(run._pass_tokens(config, data))
     rows = run.make_rows(config, data, steps)
     assert data.train is not None
-    read = {int(start) for start in rows.starts.flatten() if start in set(data.train.starts.tolist())}
+    read = {int(document) for documents in rows.documents for document in documents}
     assert len(read) >= 0.9 * data.train.documents  # lanes do not all end with the last step
 
 

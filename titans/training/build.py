@@ -63,6 +63,10 @@ def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -
                 f"carry is {config.carry} and {config.model['name']} has no memory to carry; expected carry 0, "
                 f"or one of {', '.join(VARIANTS)}"
             )
+        if config.separate_documents and not isinstance(made, TitansConfig):
+            raise ValueError(
+                f"separate_documents is true and {config.model['name']} is not a Titans model; expected false"
+            )
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(made)
     try:
@@ -76,6 +80,8 @@ def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -
         )
     if config.carry and not isinstance(model, TitansForCausalLM):
         raise ValueError(f"carry is {config.carry} and {pretrained} has no memory to carry; expected carry 0")
+    if config.separate_documents and not isinstance(model, TitansForCausalLM):
+        raise ValueError(f"separate_documents is true and {pretrained} is not a Titans model; expected false")
     if isinstance(model, TitansForCausalLM):
         first_order = config.outer_gradients == "first"
         model.config.memory_first_order = first_order

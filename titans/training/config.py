@@ -82,7 +82,10 @@ class TrainConfig:
     growth: float = 0.5
     """The share of the steps after which sequences have their full length."""
 
-    # carried memory
+    # documents
+    separate_documents: bool = False
+    """Whether each document inside a sequence is read as if it were alone: a fresh memory, no attention and no target
+    across its borders. With carry, it always is."""
     carry: int = 0
     """With 0, every sequence starts with a fresh memory. With n, documents are read in consecutive sequences of n
     pieces of ``length`` tokens, the memory is carried on, and gradients are cut after n pieces."""
@@ -199,6 +202,8 @@ class TrainConfig:
         if self.tasks:
             if self.carry:
                 raise ValueError("carry is for prepared data; data is drawn by a task: expected carry 0")
+            if self.separate_documents:
+                raise ValueError("separate_documents is for text; data is drawn by a task: expected false")
             if self.epochs is not None:
                 raise ValueError("epochs is for prepared data; a task has no end: expected steps or tokens")
             rest = self.length / (self.shortest or self.length)

@@ -26,21 +26,24 @@ Row = dict[str, Tensor]
 class PackedRows(Dataset[Row]):
     """Windows of ``length`` tokens over all documents end to end, in a new order every epoch.
 
-    The windows of an epoch do not overlap and begin at a random place, so that epochs cut the text differently.
+    The windows of an epoch do not overlap and begin at a random place, so that epochs cut the text differently. Where
+    documents are separate, ``restart`` of a row, (length,) bool, says which tokens begin one, and the last token of a
+    document has no target.
 
     Args:
         store: the tokens.
         length: tokens per row.
         rows: how many the whole run takes; None: one pass from the first token on, in order, as for validation.
         seed: decides the order.
+        separate: whether documents are to be read as if each were alone.
     """
 
-    def __init__(self, store: TokenStore, length: int, rows: int | None, seed: int = 0) -> None:
+    def __init__(self, store: TokenStore, length: int, rows: int | None, seed: int = 0, separate: bool = False) -> None:
         if store.tokens < length + 1:
             raise ValueError(
                 f"the data has {store.tokens:,} tokens; expected more than length = {length:,}, or a smaller length"
             )
-        self.store, self.length, self.seed = store, length, seed
+        self.store, self.length, self.seed, self.separate = store, length, seed, separate
         self.per_epoch = max(1, (store.tokens - 1) // length - (rows is not None))
         self.in_order = rows is None
         self.rows = self.per_epoch if rows is None else rows
@@ -56,27 +59,34 @@ class PackedRows(Dataset[Row]):
             raise IndexError(f"row {index} of {self.rows}")
         epoch, number = divmod(index, self.per_epoch)
         if self.in_order:
-            return _row(self.store.read(number * self.length, (number + 1) * self.length + 1), self.length)
+            return self._row_at(number * self.length)
         if epoch != self._epoch:
             random = np.random.default_rng((self.seed, epoch))
             slack = self.store.tokens - 1 - self.per_epoch * self.length
             self._shift = int(random.integers(min(slack, self.length) + 1))
             self._order, self._epoch = random.permutation(self.per_epoch), epoch
-        start = self._shift + int(self._order[number]) * self.length
-        return _row(self.store.read(start, start + self.length + 1), self.length)
+        return self._row_at(self._shift + int(self._order[number]) * self.length)
+
+    def _row_at(self, start: int) -> Row:
+        stop = start + self.length + 1
+        row = _row(self.store.read(start, stop), self.length)
+        if not self.separate:
+            return row
+        first, last = np.searchsorted(self.store.starts, [start, stop])
+        return _separated(row, self.store.starts[first:last] - start)
 
 
 class CarriedRows(Dataset[Row]):
     """Documents read from their start to their end by a number of lanes, each going on where it stopped.
 
-    Row number s x lanes + l is what lane l reads at step s: ``length`` tokens of its document, and at
-    the end of a document its last token again, which is not trained on. A lane that has finished takes the next
-    document of the epoch's order. ``restart`` of a row says that it is the first of its document.
+    Row number s x lanes + l is what lane l reads at step s: the next ``length`` tokens of its documents, end to end.
+    The last token of a document is only a target. The lane that has read least takes the next document of the epoch's
+    order. ``restart`` of a row, (length,) bool, says which tokens begin a document.
 
     Args:
         store: the tokens.
         length: tokens per row.
-        lanes: documents that are read side by side: the sequences of a batch.
+        lanes: rows that are read side by side: the sequences of a batch.
         steps: how many the run has; None: one pass in order, as for validation.
         seed: decides the order.
     """
@@ -85,30 +95,27 @@ class CarriedRows(Dataset[Row]):
         if store.tokens < 2:
             raise ValueError(f"the data has {store.tokens:,} tokens; expected at least 2")
         self.store, self.length, self.lanes = store, length, lanes
-        sizes = np.diff(store.starts)
-        self.pieces = np.maximum(0, -(-(sizes - 1) // length))  # the last token of a document has no target
-        if not self.pieces.any():
+        self.sizes = np.maximum(0, np.diff(store.starts) - 1)  # the last token of a document has no target
+        if not self.sizes.any():
             raise ValueError("no document of the data has 2 tokens; expected something to predict")
-        self.starts = self._schedule(steps, seed)  # (steps, lanes): where a row starts; -1: nothing left to read
-        self.steps = len(self.starts)
+        # of each lane: its documents, and how many tokens it has read before each of them, and after the last
+        self.documents, self.places = self._schedule(None if steps is None else steps * length, seed)
+        self.steps = -(-max(int(places[-1]) for places in self.places) // length) if steps is None else steps
 
-    def _schedule(self, steps: int | None, seed: int) -> NDArray[np.int64]:
-        order = iter(range(self.store.documents)) if steps is None else self._endless(seed)
-        free = [(0, lane) for lane in range(self.lanes)]  # when each lane has finished, the first one on top
-        places = []
+    def _schedule(self, most: int | None, seed: int) -> tuple[list[NDArray[np.int64]], list[NDArray[np.int64]]]:
+        order = iter(range(self.store.documents)) if most is None else self._endless(seed)
+        documents: list[list[int]] = [[] for _ in range(self.lanes)]
+        places = [[0] for _ in range(self.lanes)]
+        free = [(0, lane) for lane in range(self.lanes)]  # how much each lane has read, the least on top
         for document in order:
-            step, lane = free[0]
-            if steps is not None and step >= steps:
+            read, lane = free[0]
+            if most is not None and read >= most:
                 break
-            if self.pieces[document]:
-                places.append((step, lane, document))
-                heapq.heapreplace(free, (step + int(self.pieces[document]), lane))
-        total = max(step for step, _ in free) if steps is None else steps
-        starts = np.full((total, self.lanes), -1, dtype=np.int64)
-        for step, lane, document in places:
-            count = min(int(self.pieces[document]), total - step)
-            starts[step : step + count, lane] = self.store.starts[document] + np.arange(count) * self.length
-        return starts
+            if self.sizes[document]:
+                documents[lane].append(document)
+                places[lane].append(read + int(self.sizes[document]))
+                heapq.heapreplace(free, (places[lane][-1], lane))
+        return [np.array(each, dtype=np.int64) for each in documents], [np.array(each) for each in places]
 
     def _endless(self, seed: int) -> Iterator[int]:
         epoch = 0
@@ -119,8 +126,8 @@ class CarriedRows(Dataset[Row]):
     @property
     def filled(self) -> float:
         """The share of positions that hold tokens to train on."""
-        tokens = np.diff(self.store.starts) - 1
-        return float(tokens.clip(min=0).sum() / max(1, self.pieces.sum() * self.length))
+        most = self.steps * self.length
+        return sum(min(int(places[-1]), most) for places in self.places) / (most * self.lanes)
 
     def __len__(self) -> int:
         return self.steps * self.lanes
@@ -129,13 +136,22 @@ class CarriedRows(Dataset[Row]):
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
         step, lane = divmod(index, self.lanes)
-        start = int(self.starts[step, lane])
-        if start < 0:
-            return _row(np.zeros(0, dtype=np.int64), self.length) | {"restart": torch.tensor(True)}
-        document = int(np.searchsorted(self.store.starts, start, side="right")) - 1
-        stop = min(start + self.length + 1, int(self.store.starts[document + 1]))
-        row = _row(self.store.read(start, stop), self.length)
-        return row | {"restart": torch.tensor(start == int(self.store.starts[document]))}
+        begin, end = step * self.length, (step + 1) * self.length
+        documents, places = self.documents[lane], self.places[lane]
+        inputs = np.zeros(self.length, dtype=np.int64)
+        targets = np.full(self.length, IGNORED, dtype=np.int64)
+        restart = np.zeros(self.length, dtype=np.bool_)
+        first = int(np.searchsorted(places, begin, side="right")) - 1
+        last = min(len(documents), int(np.searchsorted(places, end)))
+        for number in range(first, last):
+            start, stop = max(begin, int(places[number])), min(end, int(places[number + 1]))
+            offset = int(self.store.starts[documents[number]] - places[number])
+            tokens = self.store.read(offset + start, offset + stop + 1)
+            part = slice(start - begin, stop - begin)
+            inputs[part], targets[part] = tokens[:-1], tokens[1:]
+            restart[start - begin] = start == places[number]
+        arrays = {"input_ids": inputs, "labels": targets, "restart": restart}
+        return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
 class StreamedRows(IterableDataset[Row]):
@@ -148,23 +164,29 @@ class StreamedRows(IterableDataset[Row]):
         tokenizer: with an end-of-text token, which is put behind every document.
         length: tokens per row.
         column: the column that holds the text.
+        separate: as for :class:`PackedRows`.
     """
 
-    def __init__(self, texts: Any, tokenizer: Any, length: int, column: str = "text") -> None:
+    def __init__(self, texts: Any, tokenizer: Any, length: int, column: str = "text", separate: bool = False) -> None:
         self.texts, self.tokenizer, self.length, self.column = texts, tokenizer, length, column
+        self.separate = separate
         # a text that spells out a special token stays text
         self.options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
 
     def __iter__(self) -> Iterator[Row]:
         held: list[int] = []
+        begun: list[int] = []  # where documents begin in what is held
         for text in self._endless():
+            begun.append(len(held))
             held += self.tokenizer(text, **self.options)["input_ids"]
             held.append(self.tokenizer.eos_token_id)
             start = 0
             while len(held) - start > self.length:
-                yield _row(np.array(held[start : start + self.length + 1]), self.length)
+                row = _row(np.array(held[start : start + self.length + 1]), self.length)
+                yield _separated(row, np.array(begun, dtype=np.int64) - start) if self.separate else row
                 start += self.length
             del held[:start]
+            begun = [place - start for place in begun if place >= start]
 
     def _endless(self) -> Iterator[str]:
         number = 0
@@ -245,6 +267,15 @@ def _row(tokens: NDArray[np.int64], length: int) -> Row:
     if count < length and count:
         inputs[count:] = tokens[-1]
     return {"input_ids": torch.from_numpy(inputs), "labels": torch.from_numpy(targets)}
+
+
+def _separated(row: Row, starts: NDArray[np.int64]) -> Row:
+    """A row in which a document begins at each of ``starts``, wherever these are: no token's target is of another."""
+    length = len(row["input_ids"])
+    restart = torch.zeros(length, dtype=torch.bool)
+    restart[torch.from_numpy(starts[(starts >= 0) & (starts < length)])] = True
+    row["labels"][torch.from_numpy(starts[(starts > 0) & (starts <= length)] - 1)] = IGNORED
+    return row | {"restart": restart}
 
 
 def collate(rows: Sequence[Row]) -> Row:

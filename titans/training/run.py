@@ -267,9 +267,7 @@ def _pass_tokens(config: TrainConfig, data: Data) -> int | None:
     """How many tokens one pass over the data takes; None if that is not known."""
     if data.train is None:
         return None
-    if not config.carry:
-        return data.train.tokens
-    return int(CarriedRows(data.train, config.row_tokens, 1, 1).pieces.sum()) * config.row_tokens
+    return int(CarriedRows(data.train, config.row_tokens, 1, 1).sizes.sum()) if config.carry else data.train.tokens
 
 
 def check_trackers(names: list[str]) -> None:
@@ -290,7 +288,7 @@ def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
     if data.train is not None and config.carry:
         return CarriedRows(data.train, config.row_tokens, config.rows, steps, config.seed)
     if data.train is not None:
-        return PackedRows(data.train, config.length, config.rows * steps, config.seed)
+        return PackedRows(data.train, config.length, config.rows * steps, config.seed, config.separate_documents)
     from datasets import load_dataset
 
     name = config.data.removeprefix("hf://")
@@ -304,7 +302,7 @@ def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
     if config.text_column not in first:
         raise ValueError(f"text_column is {config.text_column!r}: {nearest(config.text_column, first)}")
     texts = texts.shuffle(seed=config.seed, buffer_size=10_000)
-    return StreamedRows(texts, data.tokenizer, config.length, config.text_column)
+    return StreamedRows(texts, data.tokenizer, config.length, config.text_column, config.separate_documents)
 
 
 def _size_of(config: TrainConfig, steps: int, row: int) -> int:
@@ -319,7 +317,7 @@ def make_validation_rows(config: TrainConfig, data: Data, together: int) -> Any:
         return None
     if config.carry:
         return CarriedRows(data.validation, config.length, together, None)
-    return PackedRows(data.validation, config.length, None)
+    return PackedRows(data.validation, config.length, None, separate=config.separate_documents)
 
 
 def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, overwrite: bool) -> None:
@@ -422,7 +420,7 @@ def _compile(model: PreTrainedModel, config: TrainConfig, say: Say) -> None:
         compiled = torch.compile(model)
         output = compiled(input_ids=trial, use_cache=bool(config.carry))
         if config.carry:
-            restart = torch.zeros(1, dtype=torch.bool, device=model.device)
+            restart = torch.zeros_like(trial, dtype=torch.bool)
             output = compiled(input_ids=trial, past_key_values=output.past_key_values, use_cache=True, restart=restart)
         output.logits.float().mean().backward()
         model.compile()

@@ -45,9 +45,9 @@ FULL = StateDictOptions(full_state_dict=True, cpu_offload=True)
 class MemoryTrainer(Trainer):
     """Trains a language model on rows of :mod:`titans.training.data`.
 
-    A batch may have ``restart``: its rows then go on from where the same lanes stopped one step before, except where
-    it is True. Checkpoints are written beside and renamed when complete; they hold whole tensors by name, so that one
-    process, several, and sharded ones read each other's.
+    A batch may have ``restart``, which says where documents begin in its rows. If the memory is carried, a row goes on
+    from where the same lane stopped one step before. Checkpoints are written beside and renamed when complete; they
+    hold whole tensors by name, so that one process, several, and sharded ones read each other's.
 
     Args:
         config: the settings of the run.
@@ -146,15 +146,17 @@ class MemoryTrainer(Trainer):
         self, model: nn.Module, inputs: Any, cache: TitansCache | None
     ) -> tuple[list[tuple[Tensor, Tensor]], TitansCache | None]:
         """The logits and labels of every piece of the rows, and the memory after them; None if nothing is carried."""
-        restart: Tensor | None = inputs.get("restart")
-        if restart is None:
-            return [(model(input_ids=inputs["input_ids"], use_cache=False).logits, inputs["labels"])], None
-        parts = []
-        ids, labels = (inputs[name].split(self.config.length, dim=1) for name in ("input_ids", "labels"))
-        for part, targets in zip(ids, labels, strict=True):
-            output = model(input_ids=part, past_key_values=cache, use_cache=True, restart=restart)
-            cache, restart = output.past_key_values, None
-            parts.append((output.logits, targets))
+        if not self.config.carry:
+            read = {name: inputs[name] for name in ("input_ids", "restart") if name in inputs}
+            return [(model(**read, use_cache=False).logits, inputs["labels"])], None
+        parts: list[tuple[Tensor, Tensor]] = []
+        names = ("input_ids", "labels", "restart")
+        for ids, labels, restart in zip(*(inputs[name].split(self.config.length, 1) for name in names), strict=True):
+            # the first piece is always told: every parameter then takes part
+            told = restart if not parts or bool(restart.any()) else None
+            output = model(input_ids=ids, past_key_values=cache, use_cache=True, restart=told)
+            cache = output.past_key_values
+            parts.append((output.logits, labels))
         return parts, cache
 
     # watching
@@ -165,19 +167,23 @@ class MemoryTrainer(Trainer):
 
     @torch.no_grad()
     def _look_at_memory(self, inputs: Any) -> None:
-        """Reads the first row once more and notes what each layer's memory does."""
+        """Reads the start of the first row once more, to the end of a document at most, and notes what each layer's
+        memory does."""
         model = self.accelerator.unwrap_model(self.model)
         memories = memories_of(model)
         if not memories:
             return
         options: dict[str, Any] = {"use_cache": False}
-        cache = self.lanes.get(self._micro)
-        if "restart" in inputs and cache is not None:
-            cache = cache.copy()
-            cache.batch_select_indices(torch.zeros(1, dtype=torch.int64))
-            options |= {"past_key_values": cache, "restart": inputs["restart"][:1]}
+        cache, stop = self.lanes.get(self._micro), self.config.length
+        if "restart" in inputs:
+            restart = inputs["restart"][0]
+            stop = next((place for place in restart[:stop].nonzero().flatten().tolist() if place), stop)
+            if cache is not None and not restart[0]:
+                cache = cache.copy()
+                cache.batch_select_indices(torch.zeros(1, dtype=torch.int64))
+                options["past_key_values"] = cache
         with record_memory(model) as records:
-            model(input_ids=inputs["input_ids"][:1, : self.config.length], **options)
+            model(input_ids=inputs["input_ids"][:1, :stop], **options)
         self._stats = {}
         for index, (memory, record) in enumerate(zip(memories, records, strict=True)):
             for name, value in summarise(memory, record).items():
