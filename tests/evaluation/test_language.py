@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from titans import TitansConfig, TitansForCausalLM
-from titans.evaluation.language import Perplexity, position_losses, windows
+from titans.evaluation.language import Perplexity, windows
+from titans.evaluation.score import position_losses
 from titans.models.tokenizer import byte_tokenizer, save_tokenizer, train_tokenizer
 from titans.training.prepare import prepare
 

@@ -11,17 +11,16 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from titans.evaluation.measure import Cell, Evaluation, changed_settings, refuse_controls
-from titans.models import TitansForCausalLM
-from titans.models.tokenizer import quiet_logger
 from titans.report.statistics import bootstrap
 from titans.tasks import Group
 from titans.tasks.commonsense import CHOICES, Row, find_files, read_file, read_local
 from titans.words import nearest, require_whole, sentence
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # the paper's common-sense tasks: which of lm-eval's metrics it reports, and where lm-eval defines them, as a search
 # through all of its definitions takes many seconds
@@ -121,6 +120,8 @@ def run_harness(
         one cell per task: group, metric, better (higher or lower), value, low and high (95%), count, values (one per
         example) and metrics, all that lm-eval reports of it.
     """
+    from titans.models.tokenizer import quiet_logger  # here, so that the tasks can be listed without transformers
+
     with quiet_logger("lm_eval"):
         loaded = _load_tasks(tasks, {} if data is None else local_tasks(data), include_path)
         try:
@@ -250,6 +251,8 @@ def _load_tasks(
 
 def _language_model(model: PreTrainedModel, tokenizer: Any, batch_size: int) -> Any:
     """The model as lm-eval expects it, except that it refuses text that is too long instead of cutting it."""
+    from titans.models import TitansForCausalLM
+
     base: Any = _module("lm_eval.models.huggingface").HFLM
     max_length = LONGEST if isinstance(model, TitansForCausalLM) else None
 

@@ -7,17 +7,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from statistics import fmean
-from typing import Any, NamedTuple
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from titans.evaluation.harness import PREFIX, LmEval
 from titans.evaluation.harness import TASKS as COMMON_SENSE
 from titans.evaluation.language import Perplexity
 from titans.evaluation.measure import Cell, Evaluation, Measure
-from titans.evaluation.score import score
 from titans.report.statistics import bootstrap
 from titans.tasks import Group, Task, deal_settings, example, find_task, known_tasks, make_task, settings_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -62,6 +62,8 @@ class TaskMeasure:
 
     def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
         """One cell: the mean over its sequences with its interval, and the loss per token of the answers."""
+        from titans.evaluation.score import score  # here, so that the tasks can be listed without torch
+
         count = self.task.count(group)
         samples = evaluation.samples if count is None else min(count, evaluation.samples)
         examples = [example(self.task, "test", evaluation.seed, i, group, tokenizer) for i in range(samples)]

@@ -9,22 +9,19 @@ from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 from statistics import fmean
-from typing import Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
-import torch
-import torch.nn.functional as F
-from torch import Tensor
-from transformers import PreTrainedModel
 
-from titans.evaluation.measure import Cell, Evaluation, changed_settings, refuse_controls
-from titans.evaluation.score import PIECE, check, reading
-from titans.models import TitansForCausalLM
+from titans.evaluation.measure import PIECE, Cell, Evaluation, changed_settings, refuse_controls
 from titans.models.text import encode_blocks, opening, read_text
 from titans.report.statistics import bootstrap
-from titans.tasks import Example, Group
+from titans.tasks import Group
 from titans.tasks.background import text_files
 from titans.words import require_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONTEXTS = {
     "streamed": "each text from beginning to end with one memory",
@@ -34,40 +31,6 @@ BUCKET = 64  # positions in the first bucket; each later one ends at twice as ma
 PARTS = 256  # values that are kept per bucket, at most
 PLAIN = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}
 PREPARED = "prepared.json"  # what `titans prepare` leaves in a folder
-
-
-def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> Tensor:
-    """The loss of each token given those before it in its row, in nats.
-
-    Args:
-        model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
-        ids: (batch, length); rows may be padded at the end.
-        piece: tokens per call.
-
-    Returns:
-        (batch, length); NaN for the first token of a row, which has nothing before it.
-    """
-    if ids.ndim != 2 or ids.shape[1] < 2:
-        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected (batch, length) with a length of at least 2")
-    if piece < 1:
-        raise ValueError(f"piece is {piece}; expected at least 1")
-    check(model, [Example(row[i : len(row) - 1 + i], ()) for row in ids.tolist() for i in (0, 1)])
-    goes_on = isinstance(model, TitansForCausalLM)
-    ids = ids.to(model.device)
-    losses, cache = [], None
-    with reading(model):
-        step = piece if goes_on else ids.shape[1]
-        for start in range(0, ids.shape[1] - 1, step):
-            stop = min(start + step, ids.shape[1] - 1)
-            options = {"past_key_values": cache} if goes_on else {}
-            output = model(input_ids=ids[:, start:stop], use_cache=goes_on, **options)
-            cache = output.past_key_values if goes_on else None
-            logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
-            wanted = ids[:, start + 1 : stop + 1]
-            found = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
-            losses.append(found.view(wanted.shape))
-    first = torch.full_like(losses[0][:, :1], math.nan)
-    return torch.cat([first, *losses], dim=1)
 
 
 class Window(NamedTuple):
@@ -167,6 +130,10 @@ class Perplexity:
             more than half as many but for the first bucket; its values are those of up to 256 parts of the data, in
             order.
         """
+        import torch  # here, so that the measures can be listed without it
+
+        from titans.evaluation.score import position_losses
+
         start = opening(tokenizer)
         split, texts = self.read(tokenizer)
         total = _Total()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Protocol
-
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING, Any, Protocol
 
 from titans.tasks import Group
 from titans.words import require_whole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 CONTROLS = {
     "no-writes": "nothing is ever written into the memory",
     "reset": "the memory is back at its start when the question comes; attention keeps its window",
     "swap": "the question is asked with the memory of another sequence",
 }
+PIECE = 2048  # tokens per call, for models that can go on
 Cell = dict[str, Any]  # group, value, low, high, count, values, and what else a measure knows
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,14 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from titans.evaluation.measure import CONTROLS
+from titans.evaluation.measure import CONTROLS, PIECE
 from titans.layers import BlockState
 from titans.layers.record import memories_of
 from titans.models import TitansCache, TitansForCausalLM
 from titans.tasks import Example
 
 TOKENS_AT_ONCE = 16384  # per batch, so that many short sequences and few long ones take the same memory
-PIECE = 2048  # tokens per call, for models that can go on
 
 
 @dataclass(frozen=True)
@@ -208,3 +208,37 @@ def _with_memory(model: TitansForCausalLM, cache: TitansCache, other: TitansCach
         memory = replace(source.memory, conv=state.memory.conv)
         layer.state = replace(state, memory=memory, start=source.start)
     return made
+
+
+def position_losses(model: PreTrainedModel, ids: Tensor, piece: int = PIECE) -> Tensor:
+    """The loss of each token given those before it in its row, in nats.
+
+    Args:
+        model: ours, which reads piece by piece, or a causal language model of transformers, which reads all at once.
+        ids: (batch, length); rows may be padded at the end.
+        piece: tokens per call.
+
+    Returns:
+        (batch, length); NaN for the first token of a row, which has nothing before it.
+    """
+    if ids.ndim != 2 or ids.shape[1] < 2:
+        raise ValueError(f"ids has shape {tuple(ids.shape)}; expected (batch, length) with a length of at least 2")
+    if piece < 1:
+        raise ValueError(f"piece is {piece}; expected at least 1")
+    check(model, [Example(row[i : len(row) - 1 + i], ()) for row in ids.tolist() for i in (0, 1)])
+    goes_on = isinstance(model, TitansForCausalLM)
+    ids = ids.to(model.device)
+    losses, cache = [], None
+    with reading(model):
+        step = piece if goes_on else ids.shape[1]
+        for start in range(0, ids.shape[1] - 1, step):
+            stop = min(start + step, ids.shape[1] - 1)
+            options = {"past_key_values": cache} if goes_on else {}
+            output = model(input_ids=ids[:, start:stop], use_cache=goes_on, **options)
+            cache = output.past_key_values if goes_on else None
+            logits = output.logits.to(torch.promote_types(output.logits.dtype, torch.float32))
+            wanted = ids[:, start + 1 : stop + 1]
+            found = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+            losses.append(found.view(wanted.shape))
+    first = torch.full_like(losses[0][:, :1], math.nan)
+    return torch.cat([first, *losses], dim=1)
