@@ -10,17 +10,13 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
 from titans.files import replacing
-from titans.ops import MemoryState
-from titans.text.encoder import Progress, TextEncoder
 from titans.text.index import highest
 from titans.text.location import default_store, is_server
-from titans.text.neural import NeuralTextMemory, ScopeMemory
 from titans.text.ranking import Eviction, Ranking, choose_evicted
 from titans.text.records import (
     MAX_FOUND,
@@ -49,6 +45,11 @@ from titans.text.sqlite import SqliteStore
 from titans.text.store import FORMAT, ScopeRow, Selection, State, Store
 from titans.text.surprise import LAST, Surprise, assess
 from titans.text.versions import LEAST_COSINE, find_older_version, is_statement
+
+if TYPE_CHECKING:  # loaded when first needed, since torch takes seconds: whoever only lists or shows records needs none
+    from titans.ops import MemoryState
+    from titans.text.encoder import Progress, TextEncoder
+    from titans.text.neural import NeuralTextMemory, ScopeMemory
 
 BATCH = 1_000  # texts that are encoded and written at a time
 SCOPES_KEPT = 64  # scopes whose memories stay in this process
@@ -136,13 +137,17 @@ class Memory:
     def encoder(self) -> TextEncoder:
         """What turns texts into vectors; loaded when first needed."""
         with self._lock:
-            if not isinstance(self._encoder, TextEncoder):
+            if self._encoder is None or isinstance(self._encoder, (str, Path)):
+                from titans.text.encoder import TextEncoder
+
                 self._encoder = TextEncoder.load(self._encoder)
             return self._encoder
 
     @property
     def neural(self) -> NeuralTextMemory:
         """The projections of the neural memories; loaded when first needed."""
+        from titans.text.neural import NeuralTextMemory
+
         with self._lock:
             if self._neural is None:
                 with self.store.reading():
@@ -407,16 +412,20 @@ class Memory:
         with self._lock:
             self._uses.update(seq for seq, _ in filter(None, found))
 
-    @torch.no_grad()
     def _voice(self, selection: Selection, vector: np.ndarray) -> Voice:
         """What the memories of a selection's scopes do not expect of a question."""
-        states = [self._state_of(row) for row in self.store.rows_of(selection, VOICES)]
-        left = self.neural.unexpected(states, torch.from_numpy(vector)[None])[0]
-        return Voice(left.numpy(), (left @ self.neural.to_dim.weight).numpy())
+        import torch
 
-    @torch.no_grad()
+        states = [self._state_of(row) for row in self.store.rows_of(selection, VOICES)]
+        with torch.no_grad():
+            left = self.neural.unexpected(states, torch.from_numpy(vector)[None])[0]
+            return Voice(left.numpy(), (left @ self.neural.to_dim.weight).numpy())
+
     def _project(self, vectors: np.ndarray) -> np.ndarray:
-        projected: np.ndarray = self.neural.project(torch.from_numpy(vectors)).numpy()
+        import torch
+
+        with torch.no_grad():
+            projected: np.ndarray = self.neural.project(torch.from_numpy(vectors)).numpy()
         return projected
 
     def _vectors(self, seqs: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -634,7 +643,7 @@ class Memory:
                     self._vectors(self.store.scope_seqs(row.id, max(0, row.count - LAST))),
                 )
                 near = self._nearest_of(row, vector, -1.0)[0]
-        loss = float(self.neural.write(memory, torch.from_numpy(vector))[1][0])
+        loss = float(self.neural.write(memory, vector)[1][0])
         return assess(text, vector[0], loss, last, near)
 
     def scope_memory(
@@ -657,7 +666,7 @@ class Memory:
         memory = self.neural.empty() if state is None else self.neural.unpack(state)
         rest = self.store.scope_seqs(row.id, memory.count)
         if rest:
-            memory = self.neural.write(memory, torch.from_numpy(self._vectors(rest)))[0]
+            memory = self.neural.write(memory, self._vectors(rest))[0]
         if memory.count != row.count:
             raise StoreError(f"scope {row.id} has {memory.count} texts; expected {row.count}, so reindex the store")
         self._remember(row.id, Known(row.version, memory))
@@ -775,6 +784,8 @@ class Memory:
 
         One transaction replaces the old ones: if this is stopped before it, the store is as it was.
         """
+        from titans.text.neural import NeuralTextMemory
+
         self.store.require_writable()
         default = self._neural is None or self._untrained
         neural = NeuralTextMemory.default(self.encoder.width) if default else self.neural

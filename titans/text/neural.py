@@ -13,6 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -170,7 +171,7 @@ class NeuralTextMemory(nn.Module):
             return ScopeMemory(self.create().map(torch.clone), none, 0)
 
     @torch.no_grad()
-    def write(self, memory: ScopeMemory, vectors: Tensor) -> tuple[ScopeMemory, Tensor]:
+    def write(self, memory: ScopeMemory, vectors: Tensor | np.ndarray) -> tuple[ScopeMemory, Tensor]:
         """Writes texts to a memory, in their order.
 
         Args:
@@ -180,9 +181,9 @@ class NeuralTextMemory(nn.Module):
         Returns:
             the new memory, and how surprising each text was (n,): ||M(k) - v||^2 at the memory after all texts before.
         """
-        vectors = self._check(vectors)
+        texts = self._check(vectors)
         size, known = self.config.chunk_size, len(memory.open)
-        waiting = torch.cat([memory.open, vectors])
+        waiting = torch.cat([memory.open, texts])
         sealed, surprises = memory.sealed, []
         for chunk in waiting.split(size):
             # Always the shape of a whole chunk: another shape may round differently. The padding comes after the texts
@@ -192,8 +193,8 @@ class NeuralTextMemory(nn.Module):
             surprises.append(surprise[0, : len(chunk)])
             if len(chunk) == size:
                 sealed, waiting = state, waiting[size:]
-        new = torch.cat([*surprises, vectors.new_zeros(0)])[known:]
-        return ScopeMemory(sealed, waiting.clone(), memory.count + len(vectors)), new
+        new = torch.cat([*surprises, texts.new_zeros(0)])[known:]
+        return ScopeMemory(sealed, waiting.clone(), memory.count + len(texts)), new
 
     @torch.no_grad()
     def current(self, memory: ScopeMemory) -> MemoryState:
@@ -369,9 +370,9 @@ class NeuralTextMemory(nn.Module):
         memory.load_state_dict(tensors)
         return memory.requires_grad_(False)
 
-    def _check(self, vectors: Tensor) -> Tensor:
+    def _check(self, given: Tensor | np.ndarray) -> Tensor:
         """The vectors as the memory takes them: on its device, in its dtype."""
-        vectors = torch.as_tensor(vectors).to(self.to_dim.weight)
+        vectors = torch.as_tensor(given).to(self.to_dim.weight)
         if vectors.ndim != 2 or vectors.shape[1] != self.config.width:
             raise ValueError(f"vectors has shape {tuple(vectors.shape)}; expected (n, {self.config.width})")
         if not bool(torch.isfinite(vectors).all()):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
-from titans.text.neural import NeuralTextMemory, ScopeMemory
 from titans.text.store import State
+
+if TYPE_CHECKING:
+    from titans.text.neural import NeuralTextMemory, ScopeMemory
 
 BETWEEN = 64  # chunks between the states that are kept; the texts since the last one are replayed
 
@@ -41,7 +43,7 @@ def advance(
     for mark in [*range(start // step * step + step, end + 1, step), end]:
         part = vectors[memory.count - start : mark - start]
         if len(part):
-            memory, found = neural.write(memory, torch.from_numpy(part))
+            memory, found = neural.write(memory, part)
             surprises.append(found.numpy())
             if mark % step == 0:
                 states.append(State(mark, neural.pack(memory)))
