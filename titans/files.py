@@ -13,8 +13,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 RUN = "train.yaml"  # in the folder of a run: its config,
 METRICS = "metrics.jsonl"  # what was logged along the way,
 RESULT = "result.json"  # its last figures: a run that has them is complete;
@@ -89,6 +87,8 @@ def locked(folder: Path, command: str, timeout: float = 0.0) -> Iterator[None]:
         command: what this process is, such as ``titans train``: the refusal that others get names it.
         timeout: how many seconds to wait for another process.
     """
+    from filelock import FileLock, Timeout  # here, since every command loads this module
+
     missing = [path for path in (folder, *folder.absolute().parents) if not os.path.exists(path)]
     lock = FileLock(folder / LOCK, timeout=timeout)
     try:

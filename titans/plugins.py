@@ -6,12 +6,14 @@ import importlib.util
 import sys
 from collections.abc import Container
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titans.words import sentence
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 
 def added(group: str, taken: Container[str]) -> dict[str, EntryPoint]:
@@ -66,4 +68,6 @@ def say_once(words: str) -> None:
 
 @cache
 def _entries(group: str) -> tuple[EntryPoint, ...]:
+    from importlib.metadata import entry_points  # here, since every command loads this module
+
     return tuple(entry_points(group=group))

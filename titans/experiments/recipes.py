@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from titans import plugins
 from titans.files import configs_folder, read_yaml
 from titans.words import nearest
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
 
 # Experiments that are programs, each with its command in titans.cli.experiment.
 PROGRAMS = {
