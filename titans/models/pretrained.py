@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from titans.models.configuration import VARIANTS, TitansConfig
+from titans.models.offload import load_whole_blocks
 
 ATTENTIONS = ("sdpa", "eager")  # names of one and the same: our attention calls PyTorch's where that is exact
 HUB_OPTIONS = ("cache_dir", "revision", "token", "subfolder", "local_files_only")
@@ -31,6 +32,11 @@ def _without_load_report() -> Iterator[None]:
         yield
     finally:
         reporter.removeFilter(keep)
+
+
+def _is_loaded(parameter: nn.Parameter) -> bool:
+    """Whether transformers has it from a checkpoint."""
+    return getattr(parameter, "_is_hf_initialized", False)
 
 
 class TitansPreTrainedModel(PreTrainedModel):
@@ -63,11 +69,16 @@ class TitansPreTrainedModel(PreTrainedModel):
         if isinstance(module, nn.Embedding) or module is self.get_output_embeddings():
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif hasattr(module, "reset_parameters"):
-            loaded = [p for p in module.parameters() if getattr(p, "_is_hf_initialized", False)]
+            loaded = [p for p in module.parameters() if _is_loaded(p)]
             values = [p.clone() for p in loaded]
             module.reset_parameters()  # type: ignore[operator]
-            for parameter, value in zip(loaded, values, strict=True):  # of a checkpoint that fits in part
+            for parameter, value in zip(loaded, values, strict=True):
                 parameter.copy_(value)
+
+    def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
+        # The library leaves out modules whose own parameters were loaded; ours also initialise those of their parts.
+        in_part = any(map(_is_loaded, self.parameters())) and not all(map(_is_loaded, module.parameters()))
+        super()._initialize_weights(module, is_custom_code and not in_part)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -104,4 +115,5 @@ class TitansPreTrainedModel(PreTrainedModel):
                 raise ValueError(
                     f"{source} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
                 )
+        load_whole_blocks(model, cls._no_split_modules)
         return (model, info) if want_info else model
