@@ -164,6 +164,14 @@ class TitansCache(Cache):
         other.layers = [TitansCacheLayer(layer.state) for layer in self.layers]
         return other
 
+    def repeat(self, repeats: int) -> TitansCache:
+        """Another cache with every sequence so many times in a row: for continuations of a prefix that is read once."""
+        if repeats < 1:
+            raise ValueError(f"repeats is {repeats}; expected a whole number of at least 1")
+        other = self.copy()
+        other.batch_repeat_interleave(repeats)
+        return other
+
     @classmethod
     def concatenate(cls, caches: Sequence[TitansCache]) -> TitansCache:
         """The sequences of several caches of one model, in order; each must have read something."""
@@ -179,6 +187,8 @@ class TitansCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Not possible: what a memory has read is part of it."""
         raise NotImplementedError("a memory cannot take tokens back; keep a copy() of the cache from before them")
+
+    truncate = crop  # the same by another name
 
     def detach(self) -> TitansCache:
         """Cuts the states off from the graph, in place: where truncated backpropagation through time ends."""

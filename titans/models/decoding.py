@@ -27,19 +27,30 @@ class TitansGenerationMixin(GenerationMixin):
     """``generate``, for a :class:`titans.TitansCache`: padding is never read, neither in a prompt nor after an end."""
 
     def _sample(
-        self, input_ids: Tensor, logits_processor: Any, stopping_criteria: StoppingCriteriaList, *args: Any, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        logits_processor: Any,
+        stopping_criteria: StoppingCriteriaList,
+        *rest: Any,
+        **kwargs: Any,
     ) -> Any:
         watch = _Watch(stopping_criteria)
         pads = any(hasattr(each, "eos_token_id") for each in stopping_criteria)  # as transformers decides it
-        return super()._sample(input_ids, logits_processor, watch, *args, watch=watch if pads else None, **kwargs)
+        return super()._sample(input_ids, logits_processor, watch, *rest, watch=watch if pads else None, **kwargs)
 
     def prepare_inputs_for_generation(
-        self, input_ids: Tensor, inputs_embeds: Tensor | None = None, watch: _Watch | None = None, **kwargs: Any
+        self,
+        input_ids: Tensor,
+        inputs_embeds: Tensor | None = None,
+        watch: _Watch | None = None,
+        tokenizer: Any = None,
+        **kwargs: Any,
     ) -> dict[str, Any]:
-        """As in the library; a sequence that has ended is masked, so that its memory stands still."""
-        inputs: dict[str, Any] = super().prepare_inputs_for_generation(
-            input_ids, inputs_embeds=inputs_embeds, **kwargs
-        )
+        """As in the library; a sequence that has ended is masked, so that its memory stands still.
+
+        The tokenizer is that of stop strings, which the library hands on.
+        """
+        inputs: dict[str, Any] = super().prepare_inputs_for_generation(input_ids, inputs_embeds=inputs_embeds, **kwargs)
         if watch is not None and watch.padded is not None and inputs.get("past_key_values") is not None:
             live = ~watch.padded.to(inputs["input_ids"].device)
             inputs["attention_mask"] = None if bool(live.all()) else live[:, None]
