@@ -104,9 +104,7 @@ def test_a_mask_is_not_needed_where_padding_has_a_token_of_its_own() -> None:
     assert torch.equal(answers(made, whole, [4, 4], past_key_values=caches[1]), told)
 
 
-@pytest.mark.parametrize(
-    "kind", [each if each == "mag" else pytest.param(each, marks=pytest.mark.slow) for each in VARIANTS]
-)
+@pytest.mark.parametrize("kind", quick_for("lmm"))
 @torch.no_grad()
 def test_padding_on_the_right_and_chunks_give_what_is_generated_without_a_cache(kind: str) -> None:
     made = model(kind)
@@ -244,10 +242,10 @@ def test_continuous_batching_is_refused() -> None:
         made.generate(ids, cache_implementation="paged", max_new_tokens=2)
 
 
-@pytest.mark.parametrize("how", [{"prompt_lookup_num_tokens": 2}, {"assistant_model": model("lmm", seed=1)}])
-def test_assisted_decoding_is_refused(how: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
-        model("lmm").generate(tokens(3, 1), max_new_tokens=2, pad_token_id=PAD, **how)
+def test_assisted_decoding_is_refused() -> None:
+    for how in ({"prompt_lookup_num_tokens": 2}, {"assistant_model": model("lmm", seed=1)}):
+        with pytest.raises(ValueError, match="assisted generation is not supported with stateful models"):
+            model("lmm").generate(tokens(3, 1), max_new_tokens=2, pad_token_id=PAD, **how)
 
 
 def test_a_memory_assists_no_other_model() -> None:
