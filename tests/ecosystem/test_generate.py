@@ -106,16 +106,16 @@ def test_a_mask_is_not_needed_where_padding_has_a_token_of_its_own() -> None:
 
 @pytest.mark.parametrize("kind", quick_for("lmm"))
 @torch.no_grad()
-def test_padding_on_the_right_and_chunks_give_what_is_generated_without_a_cache(kind: str) -> None:
-    made = model(kind)
-    ids = padded(texts(4, 9, 2), "right")
+def test_padding_on_the_right_and_chunks_give_what_each_row_gives_alone(kind: str) -> None:
+    made, rows, lengths = model(kind), texts(4, 9, 2), [3, 8, 5]
+    alone = [answers(made, row[None], [n], use_cache=False)[0, -n:] for row, n in zip(rows, lengths, strict=True)]
+    expected = padded(alone, "right")
+    ids = padded(rows, "right")
     mask = ids != PAD
-    expected = answers(made, ids, [3, 8, 5], use_cache=False, attention_mask=mask)
-    assert torch.equal(answers(made, ids, [3, 8, 5], attention_mask=mask), expected)
-    assert torch.equal(answers(made, ids, [3, 8, 5], attention_mask=mask, prefill_chunk_size=3), expected)
+    for options in ({}, {"use_cache": False}, {"prefill_chunk_size": 3}):
+        assert torch.equal(answers(made, ids, lengths, attention_mask=mask, **options)[:, ids.shape[1] :], expected)
     embedded = made.get_input_embeddings()(ids)
-    found = answers(made, None, [3, 8, 5], attention_mask=mask, inputs_embeds=embedded)
-    assert torch.equal(found, expected[:, ids.shape[1] :])
+    assert torch.equal(answers(made, None, lengths, attention_mask=mask, inputs_embeds=embedded), expected)
 
 
 @pytest.mark.skipif(library(torch.float64) is None, reason="no compiler")
