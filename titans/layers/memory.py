@@ -31,6 +31,7 @@ from titans.ops.exact import GUARD_EVERY
 from titans.ops.frame import make_frame
 from titans.ops.inputs import check_finite
 from titans.ops.losses import LOSSES
+from titans.ops.native.library import is_transformed
 from titans.ops.optimisers import OPTIMISERS
 from titans.ops.project import UNIT_EPS, gate_output, last_inputs, project_heads
 
@@ -439,6 +440,11 @@ class NeuralMemory(nn.Module):
     def _check(self, x: Tensor, state: MemoryState | None, mask: Tensor | None) -> MemoryState:
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (batch, time, {self.dim})")
+        if is_transformed(x, self.norm.weight):
+            raise ValueError(
+                "x or the weights come from a transform of torch.func (vmap, grad, jvp), which a memory cannot take; "
+                "expected a batch, and torch.autograd"
+            )
         if not x.is_floating_point():
             raise ValueError(f"x has dtype {x.dtype}; expected a floating dtype")
         if mask is not None and (mask.shape != x.shape[:2] or mask.dtype != torch.bool):

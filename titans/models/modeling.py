@@ -30,6 +30,7 @@ from titans.models.decoding import TitansGenerationMixin
 from titans.models.packing import DOCUMENTS, LOSS, check_names, restarts_of
 from titans.models.pretrained import TitansPreTrainedModel
 from titans.ops.frame import Frame, make_frame
+from titans.ops.native.library import is_transformed
 
 logger = logging.get_logger(__name__)
 
@@ -200,7 +201,7 @@ class TitansModel(TitansPreTrainedModel):
         if ids.dtype not in (torch.int32, torch.int64):
             raise ValueError(f"input_ids has dtype {ids.dtype}; expected int64 or int32")
         # elsewhere a look at the numbers would make the host wait, or break a graph
-        if ids.numel() and ids.device.type == "cpu" and not torch.compiler.is_compiling():
+        if ids.numel() and ids.device.type == "cpu" and not torch.compiler.is_compiling() and not is_transformed(ids):
             low, high = (int(bound) for bound in torch.aminmax(ids))
             if low < 0 or high >= self.config.vocab_size:
                 raise ValueError(

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from titans.ops.once import once_differentiable
 
 ROPE_BASE = 10_000.0
 MIN_BLOCK = 32  # queries that share one set of keys, at least

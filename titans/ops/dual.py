@@ -13,11 +13,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titans.ops.coefficients import Coefficients, tile_coefficients
 from titans.ops.flat import PER_TOKEN, FlatRule, FlatState, FlatTokens, Tensors, Tiling, split_rest
 from titans.ops.network import ACTIVATIONS, LAYER_NORM_EPS, layer_norm_vjp
+from titans.ops.once import once_differentiable
 from titans.ops.recurrent import TINY, clip_rows
 
 GRAPH_NUMBERS = 1 << 25  # a tile's graph holds about 20 tensors a layer; between two checkpoints so many numbers

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titans.ops.coefficients import Coefficients
 from titans.ops.dual import Keys, Output, Tile, finish_keys, finite, output_error
 from titans.ops.flat import FlatRule, FlatState, FlatTokens, Tensors
 from titans.ops.network import ACTIVATIONS
+from titans.ops.once import once_differentiable
 from titans.ops.recurrent import TINY
 
 GUARD_EVERY = 64

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from titans.ops.native import project as native
 from titans.ops.native.library import can_run_native
+from titans.ops.once import once_differentiable
 
 UNIT_EPS = 1e-12  # added to a squared length before it is divided by
 

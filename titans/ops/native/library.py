@@ -144,6 +144,11 @@ def can_run_native(*tensors: Tensor | None) -> bool:
     return _is_loaded(dtype)
 
 
+def is_transformed(*tensors: Tensor) -> bool:
+    """Whether a transform of torch.func (vmap, grad, jvp) is at work on one of these."""
+    return not torch.compiler.is_compiling() and any(map(is_functorch_wrapped_tensor, tensors))
+
+
 def is_traced() -> bool:
     """Whether PyTorch records or intercepts what runs: a compiled loop must then be called as an operator."""
     return torch.compiler.is_compiling() or is_in_torch_dispatch_mode()

@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import Parameter
 
 from titans.ops.native.library import is_traced
+from titans.ops.once import once_differentiable
 
 Argument: TypeAlias = Tensor | Sequence[Tensor] | Sequence[float] | float | None
 Results: TypeAlias = tuple[list[Tensor], list[Tensor]]  # what is asked for, and what only the backward pass needs
