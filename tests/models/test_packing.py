@@ -22,7 +22,7 @@ from titans.models.packing import restarts_of
 every_kind = pytest.mark.parametrize("kind", KINDS)
 every_variant = pytest.mark.parametrize("kind", VARIANTS)
 TIME = 2 * SEGMENT + 2
-ROWS = [[1, 5, 9, 3], [TIME], [TIME - 1, 1]]  # lengths of the documents of each row
+ROWS = [[3, 9, 5, 1], [TIME], [1, TIME - 1]]  # lengths of the documents of each row
 LONG_ROWS = [[1, 5, 9, 1, 17, 3, 8], [44], [3, 17, 1, 23]]
 
 
@@ -264,6 +264,9 @@ def test_padding_has_no_position() -> None:
     assert told((2, 5), left, position_ids=torch.tensor([[1, 1, 0, 1, 2], [0, 1, 2, 3, 4]])) is None
     inside = torch.tensor([[1, 1, 0, 1, 1, 0, 1]])
     assert told((1, 7), inside, position_ids=torch.tensor([[3, 4, 0, 5, 0, 0, 1]])) == [[0, 0, 0, 0, 1, 0, 0]]
+    # a document that begins with padding begins with the token after it, too
+    restart = torch.tensor([[False, False, True, False, False, True, False]])
+    assert told((1, 7), inside, restart=restart) == [[0, 0, 1, 1, 0, 1, 1]]
     longer = torch.cat([torch.ones(1, 4), inside], 1)  # a mask that covers the past
     assert told((1, 7), longer, position_ids=torch.tensor([[3, 4, 0, 5, 0, 0, 1]])) == [[0, 0, 0, 0, 1, 0, 0]]
 
