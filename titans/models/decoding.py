@@ -76,6 +76,8 @@ class TitansGenerationMixin(GenerationMixin):
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> None:
+        if generation_config.is_assistant:
+            raise NotImplementedError("a memory cannot take tokens back, as a model that assists another one has to")
         asked = generation_config.cache_implementation
         if asked not in (None, "dynamic"):
             raise ValueError(
