@@ -8,13 +8,12 @@ from torch import Tensor, nn
 
 from titans.ops.native.library import ORDINARY
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
 
 def is_touched(module: nn.Module) -> bool:
     """Whether somebody listens to the module, or has put something in the place of its code."""
     own = module.__dict__
-    return any(own[name] for name in HOOKS) or "forward" in own
+    forward, backward = own["_forward_hooks"] or own["_forward_pre_hooks"], own["_backward_hooks"]
+    return bool(forward or backward or own["_backward_pre_hooks"] or "forward" in own)
 
 
 def is_plain(module: nn.Module) -> bool:
