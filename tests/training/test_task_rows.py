@@ -101,6 +101,7 @@ def test_a_text_task_brings_its_tokenizer_along(tmp_path: Path) -> None:
         ({"data": "task:recal"}, r"task is 'recal': did you mean recall\?"),
         ({"task": {"pears": 2}}, "pears is not a setting of recall"),
         ({"carry": 2, "batch_tokens": 64}, "data is drawn by a task: expected carry 0"),
+        ({"separate_documents": True}, "separate_documents is for text; data is drawn by a task: expected false"),
         ({"steps": None, "epochs": 1.0}, "a task has no end: expected steps or tokens"),
         ({"shortest": 12}, "shortest is 12 and length is 32; expected a length that is shortest doubled some times"),
         ({"data": "text", "task": {}, "shortest": 16}, "shortest is given and data is not drawn by a task"),

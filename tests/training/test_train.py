@@ -508,6 +508,11 @@ def test_validation_data_of_another_tokenizer_is_refused(tiny: Make, tmp_path: P
         train(tiny(length=1600, batch_tokens=1600))
 
 
+def test_only_a_titans_model_keeps_documents_apart(tiny: Make) -> None:
+    with pytest.raises(ValueError, match=r"separate_documents is true and transformer\+\+ is not a Titans model"):
+        train(tiny("transformer++", separate_documents=True))
+
+
 def test_an_epoch_of_carried_rows_reads_every_document(tiny: Make) -> None:
     config = tiny(carry=1, epochs=1.0, steps=None)
     data = run.open_data(config)
