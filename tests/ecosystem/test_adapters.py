@@ -106,6 +106,20 @@ def test_a_token_alone_notices_an_adapter_that_is_switched_off_or_merged() -> No
             made = change() or made
 
 
+def test_a_token_alone_notices_an_adapter_that_comes_and_is_merged_before_the_next_token() -> None:
+    made = model("mag", torch.float32)
+    with torch.no_grad():
+        caches = [in_pieces(made, IDS[:, :10], [8, 9])[1] for _ in range(2)]
+        peft.get_peft_model(
+            made, peft.LoraConfig(r=4, target_modules=["to_kv"], init_lora_weights=False)
+        ).merge_and_unload()
+        last, cold = (
+            made(IDS[:, 10:11], past_key_values=cache, output_hidden_states=whole).logits
+            for cache, whole in zip(caches, [False, True], strict=True)
+        )
+    torch.testing.assert_close(last, cold, atol=1e-5, rtol=0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("kind", ["lora", "dora", "ia3", "prompt"])

@@ -317,15 +317,18 @@ def _signature(block: nn.Module) -> list[Any]:
     """What changes when a module, a hook, or a parameter's place or value does."""
     modules = _walk(block)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    persistent = block._parameters.get("persistent")
+    persistent, attention = block._parameters.get("persistent"), block._modules.get("attention")
+    # Keys and values of persistent tokens are kept, and a fused optimiser or a merged adapter counts no version.
+    kept = [] if persistent is None else [persistent]
+    if persistent is not None and attention is not None and is_plain(attention.to_kv):
+        kept.append(attention.to_kv.weight[:, 0])
     return [
         any(map(_is_touched, modules)),
         list(map(id, modules)),
         list(map(Tensor.data_ptr, parameters)),
         list(map(Tensor.stride, parameters)),
         [0 if p.is_inference() else p._version for p in parameters],
-        # Keys and values of persistent tokens are kept, and a fused optimiser counts no version.
-        None if persistent is None else float(persistent.sum()),
+        [float(x.sum()) for x in kept],
     ]
 
 
