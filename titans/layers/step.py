@@ -317,11 +317,12 @@ def _signature(block: nn.Module) -> list[Any]:
     """What changes when a module, a hook, or a parameter's place or value does."""
     modules = _walk(block)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
-    persistent, attention = block._parameters.get("persistent"), block._modules.get("attention")
     # Keys and values of persistent tokens are kept, and a fused optimiser or a merged adapter counts no version.
-    kept = [] if persistent is None else [persistent]
-    if persistent is not None and attention is not None and is_plain(attention.to_kv):
-        kept.append(attention.to_kv.weight[:, 0])
+    persistent, attention = block._parameters.get("persistent"), block._modules.get("attention")
+    kept: list[Tensor] = [] if persistent is None else [persistent]
+    to_kv = getattr(attention, "to_kv", None)
+    if persistent is not None and isinstance(to_kv, nn.Linear) and is_plain(to_kv):
+        kept.append(to_kv.weight[:, 0])
     return [
         any(map(_is_touched, modules)),
         list(map(id, modules)),
