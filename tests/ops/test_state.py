@@ -220,7 +220,7 @@ def test_a_failed_save_leaves_the_old_file_alone(tmp_path: Path, step: str, monk
     if step == "write":
         monkeypatch.setattr("safetensors.torch.save_file", half_written)
     else:
-        monkeypatch.setattr("os.replace", refused)
+        monkeypatch.setattr(Path, "replace", refused)
     with pytest.raises(OSError):
         open_chunk().save(target)
     monkeypatch.undo()
