@@ -19,7 +19,7 @@ TOKEN_BY_TOKEN = [*range(5, 20)]
 
 def adapted(variant: str, **options: Any) -> Any:
     """A model with LoRA that is not zero, on all linear layers by default."""
-    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, **options}
+    options = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False, "lora_alpha": 2, **options}
     torch.manual_seed(1)
     made = peft.get_peft_model(model(variant, torch.float32), peft.LoraConfig(**options))
     return made.eval()
