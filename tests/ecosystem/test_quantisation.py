@@ -41,7 +41,7 @@ def error(made: TitansForCausalLM, variant: str, decoding: float) -> float:
 
 
 def bits(**options: object) -> object:
-    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed; make test-tools installs it")
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(**options)
@@ -79,7 +79,9 @@ def test_four_bits_of_bitsandbytes_run(variant: str, tmp_path: Path) -> None:
 def test_torchao_gives_close_logits_through_transformers_and_on_its_own(
     variant: str, kind: str, tmp_path: Path
 ) -> None:
-    torchao = pytest.importorskip("torchao.quantization")
+    torchao = pytest.importorskip(
+        "torchao.quantization", reason="torchao is not installed; make test-tools installs it"
+    )
     from transformers import TorchAoConfig
 
     made = loader(variant, tmp_path)(quantization_config=TorchAoConfig(getattr(torchao, kind)()))
@@ -91,7 +93,9 @@ def test_torchao_gives_close_logits_through_transformers_and_on_its_own(
 
 
 def test_a_token_alone_notices_that_the_weights_have_been_quantised() -> None:
-    torchao = pytest.importorskip("torchao.quantization")
+    torchao = pytest.importorskip(
+        "torchao.quantization", reason="torchao is not installed; make test-tools installs it"
+    )
     made, ids = fresh("mal"), IDS[:, :12]
     with torch.no_grad():
         _, cache = in_pieces(made, ids, [*range(8, 12)])
