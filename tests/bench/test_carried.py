@@ -33,6 +33,7 @@ def test_a_fact_returns_after_more_than_one_training_length() -> None:
         assert places[ROUNDS] - places[ROUNDS - 1] > LENGTH
 
 
+@pytest.mark.slow
 def test_both_ways_are_trained_and_what_is_finished_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(carried, "answer_of", lambda worker, job, threads: worker(job))
     monkeypatch.setattr(carried, "VALIDATION", 32)

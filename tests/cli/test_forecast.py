@@ -56,7 +56,7 @@ def test_a_wave_is_learned_forecast_and_tested(folder: Path, capsys: pytest.Capt
     assert "context 12, horizon 6: 39 training windows, trained and validated until 2020-03-04" in said
     assert "validation loss (quantile) 0.0" in said
     assert sorted(path.name for path in folder.joinpath("model").iterdir()) == [
-        "config.json", "forecast.json", "model.safetensors",
+        "config.json", "forecast.json", "model.safetensors", "titans_model.py",
     ]  # fmt: skip
 
     assert run("predict", "model", "wide.csv", "--out", "new/next.csv", "--horizon", "8") == 0

@@ -29,6 +29,7 @@ def test_an_example_has_at_most_sixty_lines_and_says_how_to_run_it(script: Path)
     assert f"    python examples/{script.name}" in text.split('"""')[1]
 
 
+@pytest.mark.slow
 def test_the_memory_in_a_module_of_ones_own_recalls_and_without_writes_it_does_not() -> None:
     found = re.findall(r"memory (on|off), (\d+) tokens: (\d+)% recalled", run("own_module.py"))
     assert len(found) == 6

@@ -285,6 +285,7 @@ def test_the_auto_classes_know_the_models_once_titans_is_imported(tmp_path: Path
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_cache_saved_in_one_process_goes_on_in_another(tmp_path: Path) -> None:
     made = model("mac", torch.float32)

@@ -37,8 +37,8 @@ from titans.words import nearest, sentence
 TENSORBOARD = "tensorboard"
 # what else a finished run has at the top of its folder
 MODEL_FILES = (
-    "config.json", "generation_config.json", "model*.safetensors*", "tokenizer*", "special_tokens_map.json",
-    "added_tokens.json", "chat_template*", "README.md", "training_args.bin",
+    "config.json", "titans_model.py", "generation_config.json", "model*.safetensors*", "tokenizer*",
+    "special_tokens_map.json", "added_tokens.json", "chat_template*", "README.md", "training_args.bin",
 )  # fmt: skip
 TASK_VALIDATION = 256  # sequences that a task draws for validation
 PUSHED = "pushed_to"  # in the result: the name on the hub
