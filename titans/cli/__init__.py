@@ -22,6 +22,7 @@ from titans.cli import (
     recall,
     remember,
     report,
+    serve,
     text,
     tokenizer,
     train,
@@ -37,6 +38,7 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(forecast.app, name="forecast")
 app.add_typer(memory.app, name="memory")
+app.add_typer(serve.app, name="serve")
 app.add_typer(text.app, name="text")
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)

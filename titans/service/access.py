@@ -1,0 +1,201 @@
+"""Who calls, and whose memories they may read and write: keys that are bound to a user or an agent."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import sqlite3
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import Depends, Request
+
+from titans.service.problems import Problem
+from titans.text.records import Scope, StoreError, check_name, utc_now
+from titans.words import sentence
+
+PREFIX = "tm"  # of every key, by which scanners of sources know one
+Right = Literal["read", "write"]
+
+
+@dataclass(frozen=True)
+class Caller:
+    """Who sent a request.
+
+    Attributes:
+        name: of the key; "" if there are no keys.
+        user: whose memories they are bound to; None: any user's.
+        agent: that they are bound to; None: any.
+        rights: "read", "write" or both.
+    """
+
+    name: str = ""
+    user: str | None = None
+    agent: str | None = None
+    rights: frozenset[str] = frozenset(("read", "write"))
+
+    def require(self, right: Right) -> Caller:
+        """Itself, if it may do that."""
+        if right not in self.rights:
+            raise Problem(403, f"this key may not {right}")
+        return self
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key as it is kept: everything but the key itself."""
+
+    id: str
+    name: str
+    user: str | None
+    agent: str | None
+    rights: tuple[str, ...]
+    created: str
+    revoked: str | None
+
+
+class Keys:
+    """The keys of a server in a file, which several processes may read and change; opened for each use.
+
+    Of a key only a salted hash is kept. A key has 256 random bits, which nobody finds by trying: one round of SHA-256
+    is enough.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    @contextmanager
+    def _open(self) -> Iterator[sqlite3.Connection]:
+        try:
+            if not self.file.exists():
+                self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+                self.file.touch(mode=0o600)
+            with closing(sqlite3.connect(self.file, timeout=10)) as connection, connection:
+                connection.execute(
+                    "CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, user TEXT,"
+                    " agent TEXT, rights TEXT NOT NULL, created TEXT NOT NULL, revoked TEXT, salt BLOB NOT NULL,"
+                    " hash BLOB NOT NULL)"
+                )
+                yield connection
+        except (OSError, sqlite3.DatabaseError) as error:
+            raise StoreError(f"the keys in {self.file} cannot be used: {sentence(error)}") from error
+
+    def add(
+        self, name: str, user: str | None = None, agent: str | None = None, rights: tuple[str, ...] = ("read", "write")
+    ) -> str:
+        """Makes a key and returns it; nobody can see it again."""
+        check_name(name, "name")
+        for what, value in (("user", user), ("agent", agent)):
+            if value is not None:
+                check_name(value, what)
+        if not rights or not set(rights) <= {"read", "write"}:
+            raise ValueError(f"rights is {', '.join(rights) or 'empty'}; expected read, write or both")
+        id, secret, salt = secrets.token_hex(6), secrets.token_urlsafe(32), secrets.token_bytes(16)
+        row = (id, name, user, agent, " ".join(sorted(set(rights))), utc_now(), None, salt, _hash(salt, secret))
+        with self._open() as connection:
+            if connection.execute("SELECT 1 FROM keys WHERE name = ?", (name,)).fetchone():
+                raise ValueError(f"name is {name!r}, which another key has; expected a new name")
+            connection.execute("INSERT INTO keys VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", row)
+        return f"{PREFIX}_{id}_{secret}"
+
+    def list(self) -> list[Key]:
+        """All keys, the revoked ones too, in the order in which they were made."""
+        if not self.file.exists():
+            return []
+        with self._open() as connection:
+            rows = connection.execute(
+                "SELECT id, name, user, agent, rights, created, revoked FROM keys ORDER BY created"
+            ).fetchall()
+        return [
+            Key(id, name, user, agent, tuple(rights.split()), *times) for id, name, user, agent, rights, *times in rows
+        ]
+
+    def revoke(self, name: str) -> None:
+        """Ends a key, given by its name or its id, at once and for good."""
+        with self._open() as connection:
+            done = connection.execute(
+                "UPDATE keys SET revoked = ?1 WHERE (name = ?2 OR id = ?2) AND revoked IS NULL", (utc_now(), name)
+            )
+            if not done.rowcount:
+                raise ValueError(f"there is no key {name!r} to revoke")
+
+    def exist(self) -> bool:
+        """Whether a key was ever made: after the last is revoked, nobody may call, not everybody."""
+        return bool(self.list())
+
+    def find(self, key: str) -> Caller | None:
+        """Who has a key; None if it is none, or a revoked one."""
+        prefix, _, rest = key.partition("_")
+        id, _, secret = rest.partition("_")
+        if prefix != PREFIX or not key.isascii():
+            return None
+        with self._open() as connection:
+            row = connection.execute(
+                "SELECT name, user, agent, rights, salt, hash FROM keys WHERE id = ? AND revoked IS NULL", (id,)
+            ).fetchone()
+        if row is None or not hmac.compare_digest(_hash(row[4], secret), row[5]):
+            return None
+        return Caller(row[0], row[1], row[2], frozenset(row[3].split()))
+
+
+def identify(keys: Keys, headers: Mapping[str, str]) -> Caller:
+    """Who sent a request with these headers: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``.
+
+    Without any keys on the server it is anybody, since only programs of this machine reach it.
+    """
+    if not keys.exist():
+        return Caller()
+    scheme, _, token = headers.get("authorization", "").partition(" ")
+    given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
+    if not given:
+        raise Problem(
+            401,
+            "the key is missing; expected Authorization: Bearer KEY or X-API-Key: KEY",
+            {"WWW-Authenticate": "Bearer"},
+        )
+    found = keys.find(given)
+    if found is None:
+        raise Problem(401, "the key is unknown or was revoked", {"WWW-Authenticate": "Bearer"})
+    return found
+
+
+def scope_of(
+    caller: Caller, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
+) -> Scope:
+    """The scope that a request names, within what the caller is bound to."""
+    user = _within("user_id", user_id, caller.user)
+    if user is None:
+        if caller.name:
+            raise Problem(422, "user_id is missing; this key is bound to no user")
+        user = "default"
+    return Scope(user, _within("agent_id", agent_id, caller.agent), run_id)
+
+
+def _within(name: str, given: str | None, bound: str | None) -> str | None:
+    if bound is None:
+        return given
+    if given not in (None, bound):
+        raise Problem(403, f"this key is bound to another {name}")
+    return bound
+
+
+def _hash(salt: bytes, secret: str) -> bytes:
+    return hashlib.sha256(salt + secret.encode()).digest()
+
+
+async def reader(request: Request) -> Caller:
+    """The caller of a route that reads."""
+    return identify(request.app.state.keys, request.headers).require("read")
+
+
+async def writer(request: Request) -> Caller:
+    """The caller of a route that writes."""
+    return identify(request.app.state.keys, request.headers).require("write")
+
+
+Reader = Annotated[Caller, Depends(reader)]
+Writer = Annotated[Caller, Depends(writer)]
