@@ -45,6 +45,7 @@ class AsyncMemory:
     use = _in_thread(Memory.use)
     get = _in_thread(Memory.get)
     records = _in_thread(Memory.records)
+    page = _in_thread(Memory.page)
     update = _in_thread(Memory.update)
     delete = _in_thread(Memory.delete)
     delete_all = _in_thread(Memory.delete_all)
