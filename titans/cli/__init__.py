@@ -17,6 +17,7 @@ from titans.cli import (
     forecast,
     generate,
     inspect,
+    mcp,
     memory,
     prepare,
     recall,
@@ -45,6 +46,7 @@ app.command("demo")(demo.demo)
 app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("mcp")(mcp.mcp)
 app.command("prepare")(prepare.prepare)
 app.command("recall")(recall.recall)
 app.command("remember")(remember.remember)
