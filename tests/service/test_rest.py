@@ -21,4 +21,4 @@ def test_unknown_fields_are_refused_in_one_sentence(server: Server) -> None:
     answer = server.http.post("/memories", json={"text": "Anything.", "infer": True})
     assert answer.status_code == 422
     assert answer.headers["content-type"] == "application/problem+json"
-    assert answer.json()["detail"] == "infer is not known here; expected only documented fields"
+    assert answer.json()["detail"] == "infer is not a known field; expected only documented ones"

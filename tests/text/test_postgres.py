@@ -691,6 +691,17 @@ def test_an_older_format_is_brought_up_to_date_in_one_transaction(
         each.close()
 
 
+def test_a_store_of_the_format_before_is_upgraded(postgres_server: PostgresServer, store: PostgresStore) -> None:
+    with store.writing():
+        store._run("DROP TABLE requests")
+        store.set_meta("format", "2")
+    upgraded = PostgresStore(postgres_server.url(store.schema))
+    with upgraded.writing():
+        assert upgraded.get_meta("format") == str(FORMAT)
+        assert upgraded.find_request(1, "a key") is None
+    upgraded.close()
+
+
 def test_many_can_make_a_store_at_once(new_schema: Callable[[str], str]) -> None:
     url, made, failures = new_schema("new"), [], []
 

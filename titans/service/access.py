@@ -6,13 +6,16 @@ import hashlib
 import hmac
 import secrets
 import sqlite3
+import threading
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
 from fastapi import Depends, Request
+from fastapi.security import APIKeyHeader, HTTPBearer
+from starlette.datastructures import State
 
 from titans.service.problems import Problem
 from titans.text.records import Scope, StoreError, check_name, utc_now
@@ -59,7 +62,7 @@ class Key:
 
 
 class Keys:
-    """The keys of a server in a file, which several processes may read and change; opened for each use.
+    """The keys of a server in a file, which several processes may read and change.
 
     Of a key only a salted hash is kept. A key has 256 random bits, which nobody finds by trying: one round of SHA-256
     is enough.
@@ -67,22 +70,37 @@ class Keys:
 
     def __init__(self, file: Path) -> None:
         self.file = file
+        self._lock = threading.Lock()
+        self._connection: sqlite3.Connection | None = None
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
         try:
-            if not self.file.exists():
-                self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                self.file.touch(mode=0o600)
-            with closing(sqlite3.connect(self.file, timeout=10)) as connection, connection:
-                connection.execute(
-                    "CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, user TEXT,"
-                    " agent TEXT, rights TEXT NOT NULL, created TEXT NOT NULL, revoked TEXT, salt BLOB NOT NULL,"
-                    " hash BLOB NOT NULL)"
-                )
-                yield connection
+            with self._lock:
+                if self._connection is None:
+                    self._connection = self._connect()
+                with self._connection:
+                    yield self._connection
         except (OSError, sqlite3.DatabaseError) as error:
             raise StoreError(f"the keys in {self.file} cannot be used: {sentence(error)}") from error
+
+    def _connect(self) -> sqlite3.Connection:
+        if not self.file.exists():
+            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self.file.touch(mode=0o600)
+        connection = sqlite3.connect(self.file, timeout=10, check_same_thread=False)
+        connection.execute(
+            "CREATE TABLE IF NOT EXISTS keys (id TEXT PRIMARY KEY, name TEXT NOT NULL UNIQUE, user TEXT, agent TEXT,"
+            " rights TEXT NOT NULL, created TEXT NOT NULL, revoked TEXT, salt BLOB NOT NULL, hash BLOB NOT NULL)"
+        )
+        return connection
+
+    def close(self) -> None:
+        """Closes the file."""
+        with self._lock:
+            if self._connection is not None:
+                self._connection.close()
+                self._connection = None
 
     def add(
         self, name: str, user: str | None = None, agent: str | None = None, rights: tuple[str, ...] = ("read", "write")
@@ -125,13 +143,16 @@ class Keys:
 
     def exist(self) -> bool:
         """Whether a key was ever made: after the last is revoked, nobody may call, not everybody."""
-        return bool(self.list())
+        if not self.file.exists():
+            return False
+        with self._open() as connection:
+            return connection.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
 
     def find(self, key: str) -> Caller | None:
         """Who has a key; None if it is none, or a revoked one."""
         prefix, _, rest = key.partition("_")
         id, _, secret = rest.partition("_")
-        if prefix != PREFIX or not key.isascii():
+        if prefix != PREFIX or not key.isascii():  # what is no key is not looked up
             return None
         with self._open() as connection:
             row = connection.execute(
@@ -142,37 +163,54 @@ class Keys:
         return Caller(row[0], row[1], row[2], frozenset(row[3].split()))
 
 
-def identify(keys: Keys, headers: Mapping[str, str]) -> Caller:
+def identify(state: State, headers: Mapping[str, str]) -> Caller:
     """Who sent a request with these headers: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``.
 
-    Without any keys on the server it is anybody, since only programs of this machine reach it.
+    Without any keys on the server it is anybody, since only programs of this machine reach it. Every request counts
+    against the rate of its key.
+
+    Args:
+        state: of the application.
+        headers: by their names in lower case.
     """
+    caller = _find_caller(state.keys, headers)
+    state.rates.spend(caller.name)
+    return caller
+
+
+def _find_caller(keys: Keys, headers: Mapping[str, str]) -> Caller:
     if not keys.exist():
         return Caller()
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not given:
-        raise Problem(
-            401,
-            "the key is missing; expected Authorization: Bearer KEY or X-API-Key: KEY",
-            {"WWW-Authenticate": "Bearer"},
-        )
+        raise _unknown("the key is missing; expected Authorization: Bearer KEY or X-API-Key: KEY")
     found = keys.find(given)
     if found is None:
-        raise Problem(401, "the key is unknown or was revoked", {"WWW-Authenticate": "Bearer"})
+        raise _unknown("the key is unknown or was revoked")
     return found
+
+
+def _unknown(sentence: str) -> Problem:
+    return Problem(401, sentence, {"WWW-Authenticate": "Bearer"})
+
+
+def bounds_of(caller: Caller, user_id: str | None, agent_id: str | None) -> tuple[str | None, str | None]:
+    """The user and the agent that a request is about, within what the caller is bound to; None: any."""
+    return _within("user_id", user_id, caller.user), _within("agent_id", agent_id, caller.agent)
 
 
 def scope_of(
     caller: Caller, user_id: str | None = None, agent_id: str | None = None, run_id: str | None = None
 ) -> Scope:
-    """The scope that a request names, within what the caller is bound to."""
-    user = _within("user_id", user_id, caller.user)
-    if user is None:
-        if caller.name:
-            raise Problem(422, "user_id is missing; this key is bound to no user")
-        user = "default"
-    return Scope(user, _within("agent_id", agent_id, caller.agent), run_id)
+    """The scope that a request names, within what the caller is bound to.
+
+    Who has no key is the user "default" unless the request says otherwise; a key that is bound to no user must say.
+    """
+    user, agent = bounds_of(caller, user_id, agent_id)
+    if user is None and caller.name:
+        raise Problem(422, "user_id is missing; this key is bound to no user")
+    return Scope("default" if user is None else user, agent, run_id)
 
 
 def _within(name: str, given: str | None, bound: str | None) -> str | None:
@@ -187,14 +225,21 @@ def _hash(salt: bytes, secret: str) -> bytes:
     return hashlib.sha256(salt + secret.encode()).digest()
 
 
+# Only for the description of the interface: identify() looks at the headers itself.
+DESCRIBED = (
+    Depends(HTTPBearer(auto_error=False, scheme_name="bearer", description="A key of `titans serve keys add`.")),
+    Depends(APIKeyHeader(name="X-API-Key", auto_error=False, scheme_name="header", description="The same key.")),
+)
+
+
 async def reader(request: Request) -> Caller:
     """The caller of a route that reads."""
-    return identify(request.app.state.keys, request.headers).require("read")
+    return identify(request.app.state, request.headers).require("read")
 
 
 async def writer(request: Request) -> Caller:
     """The caller of a route that writes."""
-    return identify(request.app.state.keys, request.headers).require("write")
+    return identify(request.app.state, request.headers).require("write")
 
 
 Reader = Annotated[Caller, Depends(reader)]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
 
 from titans.text.records import MAX_FOUND, MAX_NAME, Hit, Record
+from titans.text.records import Event as RecordEvent
 
-Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME)]
-Text = Annotated[str, StringConstraints(min_length=1)]
+# What check_name and check_text refuse, for the description of the interface: they do the checking.
+_CONTROL = r"\x00-\x1f\x7f-\x9f"
+_NAME = rf"^[^{_CONTROL}]*[^\s{_CONTROL}][^{_CONTROL}]*$"
+_TEXT = rf"[^\s{_CONTROL}]"
+Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME), Field(json_schema_extra={"pattern": _NAME})]
+Text = Annotated[str, StringConstraints(min_length=1), Field(json_schema_extra={"pattern": _TEXT})]
 ID = "9f1c2d3e4b5a69788796a5b4c3d2e1f0"
 MEMORY: dict[str, Any] = {
     "id": ID, "memory": "Ada's piano lesson is on Tuesday at five.", "user_id": "ada", "agent_id": None,
@@ -86,11 +93,67 @@ class Query(Scoped):
     )
 
 
-class Listed(Scoped):
+class Update(Input):
+    """What to change of a memory."""
+
+    text: Text | None = Field(None, description="The new text; by default it stays.")
+    metadata: dict[str, Any] | None = Field(None, description="The new metadata; by default they stay.")
+    keep_old: bool = Field(False, description="Keep the old text in the history instead of erasing it.")
+    model_config = ConfigDict(json_schema_extra={"examples": [{"text": "Ada's piano lesson is on Friday at five."}]})
+
+    @model_validator(mode="after")
+    def _something(self) -> Update:
+        if self.text is None and self.metadata is None:
+            raise ValueError("expected a text or metadata to change")
+        return self
+
+
+class Statement(Scoped):
+    """A text that is not written."""
+
+    text: Text
+    model_config = ConfigDict(json_schema_extra={"examples": [{"text": "The lesson was moved.", "user_id": "ada"}]})
+
+
+class Selection(Scoped):
+    """What to export; without names, all that the caller may read."""
+
+    model_config = ConfigDict(json_schema_extra={"examples": [{"user_id": "ada"}]})
+
+
+class Parameters(BaseModel):
+    """What a client sends in the query of a URL."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Owner(Parameters):
+    """Whose memory it is."""
+
+    user_id: Name | None = Field(None, description="Whose memory; by default the key's user.")
+
+
+class ScopeParameters(Owner):
+    """Whose memories."""
+
+    agent_id: Name | None = Field(None, description="Of this agent; by default of any.")
+    run_id: Name | None = Field(None, description="Of this run or session; by default of any.")
+
+
+class PageParameters(ScopeParameters):
     """A page of the memories of a scope."""
 
-    limit: int = Field(100, ge=1, le=MAX_FOUND)
-    model_config = ConfigDict(extra="forbid", strict=False)
+    filters: str | None = Field(
+        None, description='On metadata, as JSON: {"topic": "food"}.', examples=['{"year": 2026}']
+    )
+    limit: int = Field(100, ge=1, le=MAX_FOUND, description="The largest number of results.")
+    cursor: str | None = Field(None, description="The `next` of the page before.", pattern="^[0-9]{1,19}$")
+
+
+class ErasedScope(ScopeParameters):
+    """The memories to erase: those of exactly these names."""
+
+    below: bool = Field(False, description="Those of every agent and run that is not named, too.")
 
 
 class MemoryOut(BaseModel):
@@ -159,6 +222,78 @@ class FoundList(BaseModel):
     ignored: list[str] = Field(description="Words of the question that too many memories have to look them up.")
 
 
+class Event(BaseModel):
+    """What happened to a memory."""
+
+    id: str
+    event: str = Field(description="ADD, REPEAT, UPDATE, DELETE or EVICT.", examples=["UPDATE"])
+    at: str
+    version: int
+    memory: str | None = Field(description="The text; null once it has been erased.")
+    metadata: dict[str, Any] | None
+
+
+class History(BaseModel):
+    """What happened to a memory and to those that it replaced, oldest first."""
+
+    results: list[Event]
+
+
+class Deleted(BaseModel):
+    """How many memories were erased."""
+
+    deleted: int
+
+
+class Imported(BaseModel):
+    """How many memories were added; those that were there already are not."""
+
+    imported: int
+
+
+class SurpriseParts(BaseModel):
+    """How a text differs from what a scope was told; every part is 0 for what is nothing new."""
+
+    loss: float = Field(description="What the scope's memory does not expect, 0 to 4.")
+    drift: float = Field(description="High where the topic changes.")
+    novelty: float = Field(description="High for what was never talked about.")
+    contradiction: float = Field(description="How sure it is that a statement has another value now, 0 to 1.")
+    contradicts: str | None = Field(description="Id of the memory with that statement.")
+
+
+class ScopeCount(BaseModel):
+    """How many memories a scope has."""
+
+    user_id: str
+    agent_id: str | None
+    run_id: str | None
+    records: int
+
+
+class Stats(BaseModel):
+    """Figures of the store, or of one user or agent in it; null: of no meaning there."""
+
+    records: int
+    scopes: int
+    by_scope: list[ScopeCount]
+    text_bytes: int | None = None
+    mean_surprise: float | None = None
+    oldest: str | None = None
+    newest: str | None = None
+    users: int | None = None
+    bytes: int | None = None
+    encoder: str | None = None
+    neural: str | None = None
+    width: int | None = None
+    limit: int | None = None
+
+
+class Status(BaseModel):
+    """Whether the server can do its work."""
+
+    status: Literal["ok"]
+
+
 def memory_of(record: Record) -> dict[str, Any]:
     """A record as clients know it."""
     given = record.to_dict()
@@ -171,3 +306,23 @@ def found_of(hit: Hit) -> dict[str, Any]:
     """A hit as clients know it."""
     parts = {name: getattr(hit, name) for name in Parts.model_fields}
     return {**memory_of(hit.record), "score": hit.score, "parts": parts, "replaced_by": hit.replaced_by}
+
+
+def event_of(event: RecordEvent) -> dict[str, Any]:
+    """A line of a record's history as clients know it."""
+    return {
+        "id": event.id, "event": event.kind.upper(), "at": event.at, "version": event.version, "memory": event.text,
+        "metadata": event.metadata,
+    }  # fmt: skip
+
+
+def written_of(records: Sequence[Record]) -> list[dict[str, Any]]:
+    """Records as :meth:`titans.text.Memory.add_many` returns them, each with whether it is new or was known already."""
+    left = Counter(record.id for record in records)
+    results = []
+    for record in records:
+        # A new record that the same call repeats was told once for each of its other places, and not before.
+        event = "REPEAT" if record.repeats >= left[record.id] else "ADD"
+        left[record.id] = 0
+        results.append({**memory_of(record), "event": event})
+    return results

@@ -524,16 +524,13 @@ class Memory:
         numbers = list(found)[:limit]
         return [found[number] for number in numbers], str(numbers[-1]) if len(found) > limit else None
 
-    def iterate(self, user: str | None = None) -> Iterator[Record]:
-        """Every record, or those of a user, in their order; others may write meanwhile, and are not kept waiting."""
-        last = 0
-        while True:
-            with self.store.reading():
-                part = self.store.records_after(last, user, BATCH)
-            if not part:
-                return
-            yield from part.values()
-            last = max(part)
+    def export_page(
+        self, user: str | None = None, limit: int = BATCH, cursor: str | None = None
+    ) -> tuple[list[Record], str | None]:
+        """As :meth:`page`, of all records or those of a user, oldest first: others can write between two pages."""
+        with self.store.reading():
+            found = self.store.records_after(0 if cursor is None else _check_cursor(cursor), user, limit)
+        return list(found.values()), str(max(found)) if found else None
 
     def update(
         self,
