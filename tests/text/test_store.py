@@ -433,7 +433,7 @@ def test_a_store_of_the_last_release_is_upgraded_and_reindexed_with_nothing_lost
         ):
             with pytest.raises(OtherEncoder, match=sentence):
                 call()
-    assert content(old) == before | {"format": [(2,)]}
+    assert content(old) == before | {"format": [(FORMAT,)]}
     with Memory(old, encoder=encoder) as memory:
         assert memory.reindex() == 5
         assert [replace(record, surprise=0) for record in memory.records(user="ann")] == [
