@@ -29,7 +29,19 @@ from starlette.types import Scope as Connection
 
 from titans import __version__
 from titans.service.access import Caller, Right, identify, scope_of
-from titans.service.models import FoundList, Input, MemoryOut, MemoryPage, Name, Text, Written, found_of, memory_of
+from titans.service.models import (
+    Deleted,
+    FoundList,
+    Input,
+    MemoryOut,
+    MemoryPage,
+    Name,
+    Text,
+    Written,
+    found_of,
+    memory_of,
+    written_of,
+)
 from titans.service.problems import Problem, to_problem
 from titans.text.records import Record, Scope, UnknownRecord
 
@@ -137,12 +149,6 @@ class Nothing(Input):
     """No arguments."""
 
 
-class Deleted(BaseModel):
-    """How many were erased."""
-
-    deleted: int
-
-
 class Stats(BaseModel):
     """How much is remembered."""
 
@@ -185,7 +191,7 @@ def add_memory(memory: Memory, scope: Scope, given: AddMemory) -> Result:
     """Remember a fact for later conversations. The same fact again is counted, not stored twice."""
     record = memory.add(given.text, **asdict(scope), metadata=given.metadata)
     text = f"Known already, told {record.repeats + 1} times" if record.repeats else "Remembered"
-    return f"{text}: {_line(record)}", memory_of(record) | {"event": "REPEAT" if record.repeats else "ADD"}
+    return f"{text}: {_line(record)}", written_of([record])[0]
 
 
 @tool(SearchMemories, FoundList, "read")
@@ -367,7 +373,7 @@ def mount(app: FastAPI) -> None:
 
     @contextmanager
     def watch(name: str, given: Input) -> Iterator[None]:
-        check_sizes(limits, [text for text in (getattr(given, field, None) for field in ("text", "query")) if text])
+        check_sizes(limits, [getattr(given, field, None) or "" for field in ("text", "query")])
         yield
         if name in COUNTERS:
             app.state.metrics.count(COUNTERS[name])
