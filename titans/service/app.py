@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import anyio.to_thread
 from fastapi import FastAPI
@@ -68,13 +69,14 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def open_memory(settings: Settings, metrics: Metrics) -> Memory:
-    """The memory of a server: its encoder takes the texts of concurrent requests together.
-
-    A store that is there and cannot be written is opened to read.
-    """
+    """The memory of a server: its encoder takes the texts of concurrent requests together."""
     encoder = settings.encoder
     if not isinstance(encoder, TextEncoder):
         encoder = TextEncoder.load(encoder)
     place = settings.place
-    read_only = not is_server(place) and locate(place).is_file() and not can_write(place)
-    return Memory(place, BatchingEncoder(encoder, metrics), settings.neural, read_only=read_only)
+    return Memory(place, BatchingEncoder(encoder, metrics), settings.neural, read_only=is_read_only(place))
+
+
+def is_read_only(place: str | Path) -> bool:
+    """Whether a store is there and cannot be written, so that it is opened to read."""
+    return not is_server(place) and locate(place).is_file() and not can_write(place)

@@ -31,6 +31,11 @@ MEANINGS = {  # of every status that is not a success
     503: "The store is busy or damaged, or the server has too much to do; Retry-After may say when to come back.",
     507: "There is no space left in the store.",
 }
+SENTENCES = {  # for the words of the frameworks
+    "Not Found": "there is nothing at this address",
+    "Method Not Allowed": "this address does not know that method",
+    "There was an error parsing the body": "the body cannot be read as JSON",
+}
 SCHEMA = {
     "type": "object",
     "title": "Problem",
@@ -126,8 +131,7 @@ def add_handlers(app: FastAPI) -> None:
 
     async def pass_on(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
-        detail = "the body cannot be read" if error.status_code == 400 else f"{error.detail} here".lower()
-        return Problem(error.status_code, detail, error.headers).response()
+        return Problem(error.status_code, SENTENCES.get(error.detail, error.detail), error.headers).response()
 
     app.add_exception_handler(RequestValidationError, refuse)
     app.add_exception_handler(StarletteHTTPException, pass_on)

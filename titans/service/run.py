@@ -5,16 +5,19 @@ from __future__ import annotations
 import functools
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.config import LOGGING_CONFIG
 
 from titans.service.access import Keys
-from titans.service.app import create_app
+from titans.service.app import create_app, is_read_only
 from titans.service.settings import Limits, Settings, is_loopback
+from titans.text.encoder import TextEncoder
+from titans.text.memory import open_store
 
 VARIABLE = "TITANS_SERVE"  # tells worker processes the settings
 
@@ -26,8 +29,16 @@ def run(settings: Settings) -> None:
             f"host is {settings.host}, which others can reach, and there are no keys; "
             "make one first: `titans serve keys add NAME --user USER`"
         )
+    open_store(
+        settings.place, is_read_only(settings.place)
+    ).close()  # what is wrong with it is said before anything else
     if settings.workers == 1:
-        uvicorn.Server(configure(settings)).run()
+        encoder = settings.encoder
+        loaded = encoder if isinstance(encoder, TextEncoder) else TextEncoder.load(encoder)
+        server = uvicorn.Server(configure(replace(settings, encoder=loaded)))
+        server.run()
+        if not server.started:
+            raise ValueError("the server did not start; its log says why")
         return
     given = asdict(settings) | {"keys": settings.keys_file}
     os.environ[VARIABLE] = json.dumps(given, default=str)
@@ -47,7 +58,11 @@ def from_environment() -> FastAPI:
 
 
 def _options(settings: Settings) -> dict[str, Any]:
+    # The server's own log, on standard error beside uvicorn's.
+    level = settings.log_level.upper()
+    loggers = {"titans.service": {"handlers": ["default"], "level": level, "propagate": False}}
     return {
+        "log_config": {**LOGGING_CONFIG, "loggers": LOGGING_CONFIG["loggers"] | loggers},
         "factory": True,
         "host": settings.host,
         "port": settings.port,
