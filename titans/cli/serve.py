@@ -40,6 +40,9 @@ def serve(
     upstream_key: Annotated[
         str | None, typer.Option(help="Key for that server; by default, and safer, TITANS_UPSTREAM_KEY.")
     ] = None,
+    upstream_timeout: Annotated[
+        int, typer.Option(min=1, help="Seconds without a word of that server, after which it is given up.")
+    ] = 300,
     budget: Annotated[int, typer.Option(min=0, help="Tokens of a prompt that memories may take.")] = 512,
     rate: Annotated[int, typer.Option(min=0, help="Requests of a key in a minute, per worker; 0: any number.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that a worker answers at the same time.")] = 256,
@@ -65,6 +68,7 @@ def serve(
                 store, encoder, neural, host, port, keys_file, upstream,
                 upstream_key or os.environ.get("TITANS_UPSTREAM_KEY"), budget,
                 Limits(body_bytes=max_body, rate=rate, concurrency=concurrency), tuple(cors), workers, log_level,
+                upstream_seconds=upstream_timeout,
             )
         )  # fmt: skip
 

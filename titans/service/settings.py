@@ -63,6 +63,7 @@ class Settings:
         workers: processes.
         log_level: of the log on standard error.
         shutdown_seconds: that running requests have to finish when the server is stopped.
+        upstream_seconds: without a word of the upstream, after which it is given up.
     """
 
     store: str | Path | None = None
@@ -79,12 +80,14 @@ class Settings:
     workers: int = 1
     log_level: str = "info"
     shutdown_seconds: int = 30
+    upstream_seconds: int = 300
 
     def __post_init__(self) -> None:
         check_count(self.port, "port", 0, 65_535)
         check_count(self.budget, "budget", 0)
         check_count(self.workers, "workers", 1, 64)
         check_count(self.shutdown_seconds, "shutdown_seconds", 1)
+        check_count(self.upstream_seconds, "upstream_seconds", 1)
         if not self.host or any(char.isspace() for char in self.host):
             raise ValueError(f"host is {self.host!r}; expected a name or an address such as 127.0.0.1")
         if self.log_level not in LOG_LEVELS:
