@@ -102,6 +102,27 @@ def test_the_asynchronous_client_does_the_same(server: Server, tmp_path: Path) -
     asyncio.run(run())
 
 
+def test_everything_that_was_told_is_kept_word_for_word(client: MemoryClient) -> None:
+    told = ["ok", "hm.", "The  build\tfailed\n  again.", "Ça va ? 好的 🙂", "I moved there in May.", "OK", "ok then"]
+    client.add_many(told, user="gil")
+    assert [record.text for record in reversed(client.records(user="gil"))] == told
+
+
+def test_a_write_calls_nobody(client: MemoryClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: list[Any] = []
+    connect = socket.socket.connect
+
+    def watched(self: socket.socket, address: Any) -> None:
+        called.append(address)
+        connect(self, address)
+
+    client.stats("hal")  # the connection of this client is open
+    monkeypatch.setattr(socket.socket, "connect", watched)
+    monkeypatch.setattr(socket.socket, "connect_ex", watched)
+    client.add_many(["My name is Hal.", "I am 40.", "I moved to Lisbon, and my dog came with me."], user="hal")
+    assert called == []
+
+
 def test_both_clients_have_the_same_methods_with_the_names_of_memory() -> None:
     methods = {name for name in vars(MemoryClient) if not name.startswith("_")}
     assert methods == {name for name in vars(AsyncMemoryClient) if not name.startswith("_")}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ import pytest
 from mcp import Client, MCPError, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 
+from tests.docs.blocks import ROOT, check_command
 from tests.service.conftest import Serve, Server
 from titans.service import Limits
 from titans.text import Memory
@@ -316,3 +318,16 @@ def test_a_wrong_name_ends_with_one_sentence(capfd: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit, match="2"):
         main(["mcp", "--user", ""])
     assert capfd.readouterr() == ("", "titans: Invalid value: user has 0 characters; expected a name of 1 to 200\n")
+
+
+def test_the_set_ups_in_the_guide_are_json_and_their_commands_exist() -> None:
+    page = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
+    setups = [json.loads(block) for block in re.findall(r"^```json\n(.*?)^```", page, re.DOTALL | re.MULTILINE)]
+    servers = [(setup.get("mcpServers") or setup["servers"])["memory"] for setup in setups]
+    assert len(servers) == 4
+    for server in servers:
+        if "url" in server:
+            assert server["url"].endswith("/mcp")
+        else:
+            assert Path(server["command"]).name == "titans"
+            check_command(server["args"])
