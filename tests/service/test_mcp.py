@@ -166,6 +166,12 @@ def test_memories_are_resources_in_pages(server: Server) -> None:
         assert refusal(server, lambda client, uri=uri: client.read_resource(uri), **of(user)) == sentence
 
 
+def test_a_name_in_a_header_may_have_any_letters(server: Server) -> None:
+    server.memory.add(LESSON, user="Zoë 好")
+    headers = {"X-Memory-User": "Zoë 好".encode()}
+    assert call(server, "memory_stats", **headers)[1]["memories"] == 1  # type: ignore[arg-type]
+
+
 def test_an_unknown_tool_is_an_error_of_the_protocol(server: Server) -> None:
     assert refusal(server, lambda client: client.call_tool("drop_tables", {})) == "there is no tool 'drop_tables'"
 
@@ -223,7 +229,7 @@ def test_a_key_that_may_only_read_has_no_tools_to_write(guarded: tuple[Server, d
         (None, None, 401, "the key is missing; expected Authorization: Bearer KEY or X-API-Key: KEY"),
         ("tm_000000000000_x", None, 401, "the key is unknown or was revoked"),
         ("ada", "bo", 403, "this key is bound to another user_id"),
-        ("anybody", None, 422, "user_id is missing; this key is bound to no user"),
+        ("anybody", None, 400, "X-Memory-User is missing; this key is bound to no user"),
     ],
 )
 def test_who_may_not_come_in_is_told_why(

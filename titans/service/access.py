@@ -8,7 +8,7 @@ import secrets
 import sqlite3
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -211,6 +211,23 @@ def scope_of(
     if user is None and caller.name:
         raise Problem(422, "user_id is missing; this key is bound to no user")
     return Scope("default" if user is None else user, agent, run_id)
+
+
+def scope_of_headers(caller: Caller, headers: Mapping[str, str]) -> Scope:
+    """The scope that ``X-Memory-User``, ``X-Memory-Agent`` and ``X-Memory-Session`` name, within the same bounds."""
+    names = [_decode(headers.get(f"x-memory-{what}")) for what in ("user", "agent", "session")]
+    if names[0] is None and caller.name and caller.user is None:
+        raise Problem(400, "X-Memory-User is missing; this key is bound to no user")
+    return scope_of(caller, *names)
+
+
+def _decode(value: str | None) -> str | None:
+    """A header as the client meant it: programs send UTF-8, which is read as Latin-1."""
+    if value is None:
+        return None
+    with suppress(UnicodeDecodeError):
+        return value.encode("latin-1").decode()
+    return value
 
 
 def _within(name: str, given: str | None, bound: str | None) -> str | None:

@@ -28,7 +28,7 @@ from starlette.types import Receive, Send
 from starlette.types import Scope as Connection
 
 from titans import __version__
-from titans.service.access import Caller, Right, identify, scope_of
+from titans.service.access import Caller, Right, identify, scope_of_headers
 from titans.service.models import (
     Deleted,
     FoundList,
@@ -55,7 +55,6 @@ INSTRUCTIONS = (
 )
 LISTED = 100  # resources on a page
 NAMED = 60  # characters of a resource's name
-HEADERS = ("x-memory-user", "x-memory-agent", "x-memory-session")  # of HTTP: a scope within what the key is bound to
 COUNTERS = {"add_memory": "titans_texts_written_total", "search_memories": "titans_searches_total"}
 T = TypeVar("T")
 Context = ServerRequestContext[Any, Request]
@@ -391,8 +390,7 @@ def mount(app: FastAPI) -> None:
         async def __call__(self, connection: Connection, receive: Receive, send: Send) -> None:
             request = Request(connection)
             caller = identify(app.state, request.headers)
-            names = (request.headers.get(name) for name in HEADERS)
-            request.state.caller, request.state.scope = caller, scope_of(caller, *names)
+            request.state.caller, request.state.scope = caller, scope_of_headers(caller, request.headers)
             await sessions.handle_request(connection, receive, send)
 
     router = APIRouter(lifespan=lambda _: sessions.run())

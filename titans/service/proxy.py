@@ -19,7 +19,7 @@ from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers, State
 from starlette.types import Send
 
-from titans.service.access import Caller, identify, scope_of
+from titans.service.access import Caller, identify, scope_of_headers
 from titans.service.local import TEXT_ONLY, LocalModel, list_models, read_request
 from titans.service.problems import Problem, to_problem
 from titans.service.rest import check_sizes
@@ -448,20 +448,8 @@ def _open(state: State, caller: Caller, headers: Headers) -> Recollection:
         raise Problem(400, f"X-Memory is {mode[:20]!a}; expected {', '.join(MODES[:-1])} or {MODES[-1]}")
     if mode == "off":
         return Recollection(state, None, False, False)
-    names = [_decode(headers.get(f"x-memory-{what}")) for what in ("user", "agent", "session")]
-    if names[0] is None and caller.name and caller.user is None:
-        raise Problem(400, "X-Memory-User is missing; this key is bound to no user")
     writes = mode == "on" and "write" in caller.rights
-    return Recollection(state, scope_of(caller, *names), "read" in caller.rights, writes)
-
-
-def _decode(value: str | None) -> str | None:
-    """A header as the client meant it: programs send UTF-8, which is read as Latin-1."""
-    if value is None:
-        return None
-    with suppress(UnicodeDecodeError):
-        return value.encode("latin-1").decode()
-    return value
+    return Recollection(state, scope_of_headers(caller, headers), "read" in caller.rights, writes)
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
