@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sqlite3
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -86,6 +89,28 @@ def test_a_removed_user_leaves_no_requests(open_memory: Opener) -> None:
     memory.delete_all(user="ada")
     with memory.store.reading():
         assert memory.store._one("SELECT count(*) FROM requests")[0] == 0
+
+
+@pytest.mark.slow
+def test_a_writer_that_is_killed_and_made_again_writes_everything_once(place: Place, encoder: TextEncoder) -> None:
+    texts = [f"Fact number {i} of those that a writer tells." for i in range(300)]
+    encoder.encode(texts)
+    for round in range(10):
+        process = os.fork()
+        if not process:
+            with Memory(place("killed"), encoder=encoder) as memory:
+                for index, text in enumerate(texts):
+                    memory.add(text, user="ada", request=f"request {index}")
+            os._exit(0)
+        time.sleep(0.1 * (round + 1))
+        os.kill(process, signal.SIGKILL)
+        os.waitpid(process, 0)
+    with Memory(place("killed"), encoder=encoder) as memory:
+        for index, text in enumerate(texts):
+            memory.add(text, user="ada", request=f"request {index}")
+        records = memory.records(user="ada", limit=1000)
+    assert sorted(record.text for record in records) == sorted(texts)
+    assert {record.repeats for record in records} == {0}
 
 
 def test_pages_have_every_record_once(place: Place, open_memory: Opener, encoder: TextEncoder) -> None:

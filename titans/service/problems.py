@@ -47,6 +47,7 @@ SCHEMA = {
         "detail": {"type": "string", "description": "One sentence that says what was wrong and what was expected."},
     },
 }
+FRAMES = 5  # of an error, in the log
 log = logging.getLogger("titans.service")
 
 
@@ -91,7 +92,8 @@ def to_problem(error: Exception) -> Problem:
     if isinstance(error, ValueError):
         return Problem(422, str(error))
     # The words of an error may quote a text; the places in the code do not.
-    log.error("%s\n%s", type(error).__name__, "".join(traceback.format_tb(error.__traceback__)))
+    frames = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+    log.error("%s in %s", type(error).__name__, ", ".join(f"{each.filename}:{each.lineno}" for each in frames))
     return Problem(500, "something went wrong in the server, which has noted it in its log")
 
 
