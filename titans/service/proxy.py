@@ -351,7 +351,7 @@ async def _relay(
                     if line.strip() in ENDS:
                         if ready:
                             yield b"".join(ready)
-                        ready: list[bytes] = []
+                        ready = []
                         await keep(True)
                     ready.append(line)
                     if line.startswith(b"data:"):
