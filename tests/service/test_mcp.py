@@ -214,6 +214,7 @@ def test_a_key_of_an_agent_does_not_see_what_others_told(guarded: tuple[Server, 
     assert call(server, "delete_all_memories", **keys["bot"])[1] == {"deleted": 0}
     _, mine = call(server, "add_memory", {"text": "The bot has work to do."}, **keys["bot"])
     assert (mine["user_id"], mine["agent_id"]) == ("ada", "bot")
+    assert call(server, "memory_stats", **keys["bot"])[0] == "Memories: 1."
 
 
 def test_a_key_that_may_only_read_has_no_tools_to_write(guarded: tuple[Server, dict[str, dict[str, str]]]) -> None:
