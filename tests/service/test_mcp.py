@@ -176,6 +176,34 @@ def test_an_unknown_tool_is_an_error_of_the_protocol(server: Server) -> None:
     assert refusal(server, lambda client: client.call_tool("drop_tables", {})) == "there is no tool 'drop_tables'"
 
 
+@pytest.mark.parametrize("version", [None, "2025-06-18", "2026-07-28", "1999-01-01", "\u00e9"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b"[" * 100_000,
+        b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": 5, "arguments": []}}',
+        b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add_memory", "arguments": "text"}}',
+        b'{"jsonrpc": "2.0", "id": 1, "method": "\\ud800"}',
+        b'{"jsonrpc": "2.0", "id": ' + b"9" * 5_000 + b', "method": "tools/list"}',
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_what_is_not_the_protocol_is_refused_and_the_server_lives(
+    server: Server, version: str | None, body: bytes
+) -> None:
+    headers: dict[str, Any] = {"Content-Type": "application/json", "Accept": "application/json, text/event-stream"}
+    headers |= {} if version is None else {"MCP-Protocol-Version": version.encode("latin-1")}
+    answer = server.http.post("/mcp", content=body, headers=headers)
+    assert answer.status_code < 500, answer.text
+    assert answer.status_code >= 400 or "error" in answer.json()
+    assert server.http.get("/healthz").status_code == 200
+
+
 def test_only_posts_are_taken(server: Server) -> None:
     assert server.http.get("/mcp", headers={"Accept": "text/event-stream"}).status_code == 405
 

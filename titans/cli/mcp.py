@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import typer
 
 from titans.cli.common import require
 from titans.cli.memory import Agent, Encoder, Neural, Session, Store, User, in_sentences
@@ -29,6 +32,8 @@ def mcp(
         from titans.text.records import Scope
 
         place = default_store() if store is None else store
+        if sys.stdin.isatty():
+            typer.echo("titans: waiting for an MCP client on standard input, not for you; Ctrl-C ends it.", err=True)
         run_stdio(Scope(user, agent, session), functools.partial(_open, place, encoder, neural))
 
 
