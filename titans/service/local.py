@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -53,7 +53,7 @@ class LocalModel:
         if self._llm is not None:
             self._llm.close()
 
-    async def answer(self, messages: Sequence[Message], asked: Asked) -> AsyncIterator[bytes]:
+    async def answer(self, messages: Sequence[Message], asked: Asked) -> AsyncGenerator[bytes, None]:
         """The answer to a prompt: the events of a stream, or one JSON document."""
         llm = await self.load()
         head = {"id": f"chatcmpl-{secrets.token_hex(12)}", "created": int(time.time()), "model": llm.name}

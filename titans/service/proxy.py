@@ -17,7 +17,8 @@ from anyio.to_thread import run_sync
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.datastructures import Headers, State
-from starlette.types import Send
+from starlette.types import Receive, Send
+from starlette.types import Scope as Connection
 
 from titans.service.access import Caller, identify, scope_of_headers
 from titans.service.local import TEXT_ONLY, LocalModel, list_models, read_request
@@ -221,16 +222,28 @@ class Reply(NamedTuple):
     status: int
     headers: dict[str, str]
     parts: AsyncGenerator[bytes, None]
+    close: Callable[[], Awaitable[None]]
 
 
 class Relay(StreamingResponse):
-    """A stream that is closed, and what it keeps is kept, even if the client goes away."""
+    """The answer as a stream, which ends with its client: what came until then is kept, and the upstream let go."""
+
+    def __init__(self, reply: Reply, content: AsyncGenerator[bytes, None], headers: Mapping[str, str]) -> None:
+        super().__init__(content, reply.status, headers)
+        self._content, self._reply = content, reply
 
     async def stream_response(self, send: Send) -> None:
         """Sends it."""
-        assert isinstance(self.body_iterator, AsyncGenerator)
-        async with aclosing(self.body_iterator):
+        async with aclosing(self._content):
             await super().stream_response(send)
+
+    async def __call__(self, scope: Connection, receive: Receive, send: Send) -> None:
+        """Answers, even a client that is gone before the stream has begun."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            with anyio.CancelScope(shield=True):
+                await self._reply.close()
 
 
 @router.post("/v1/chat/completions")
@@ -309,7 +322,8 @@ async def _chat(request: Request, dialect: Dialect) -> Response:
         model, asked = llm.name, read_request(body, llm.context)
         prompt = await memory.recall(said, _for_local(llm, messages, said, state.settings.budget, asked.max_tokens))
         kind = "text/event-stream" if asked.stream else "application/json"
-        reply = Reply(200, {"Content-Type": kind}, state.local.answer(prompt.messages, asked))
+        parts = state.local.answer(prompt.messages, asked)
+        reply = Reply(200, {"Content-Type": kind}, parts, parts.aclose)
     else:
         raise Problem(501, "the local model answers /v1/chat/completions only; expected a server with --upstream")
     return await _pass_on(reply, dialect, memory, model)
@@ -319,7 +333,7 @@ async def _pass_on(reply: Reply, dialect: Dialect, memory: Recollection, model: 
     """The answer to the client, which the memory keeps: of a stream after its last word, and before its end."""
     if reply.headers.get("Content-Type", "").startswith("text/event-stream") and reply.status < 400:
         headers = {**reply.headers, **memory.headers, "X-Accel-Buffering": "no"}
-        return Relay(_relay(reply.parts, dialect, memory, model), reply.status, headers)
+        return Relay(reply, _relay(reply.parts, dialect, memory, model), headers)
     try:
         content = await _read(reply.parts)
     except Problem as problem:
@@ -415,7 +429,7 @@ async def _ask(
         sent = client.build_request(request.method, url, headers=headers, content=content)
         response = await client.send(sent, stream=True)
     passed = {name.title(): value for name, value in response.headers.items() if PASSED_BACK.fullmatch(name)}
-    return Reply(response.status_code, passed, _parts(response))
+    return Reply(response.status_code, passed, _parts(response), response.aclose)
 
 
 async def _parts(response: httpx.Response) -> AsyncGenerator[bytes, None]:
