@@ -125,7 +125,8 @@ def test_a_memory_is_told_changed_listed_and_erased(server: Server) -> None:
     [
         ("add_memory", {}, "text is missing"),
         ("add_memory", {"text": 5}, "text: input should be a valid string"),
-        ("add_memory", {"text": "Hi.", "user_id": "ada"}, "user_id is not an argument of this tool"),
+        ("add_memory", {"text": "Hi.", "user_id": "ada"}, "'user_id' is not an argument of this tool"),
+        ("add_memory", {"text": "Hi.", "a\nb": 1}, "'a\\nb' is not an argument of this tool"),
         ("add_memory", {"text": " "}, "text is empty; expected a text"),
         ("add_memory", {"text": "\u0007"}, "text has the control character"),
         ("add_memory", {"text": "x" * 200_000}, "a text has 200,000 bytes; expected at most 100,000"),
@@ -189,6 +190,7 @@ def test_an_unknown_tool_is_an_error_of_the_protocol(server: Server) -> None:
         b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": 5, "arguments": []}}',
         b'{"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": {"name": "add_memory", "arguments": "text"}}',
         b'{"jsonrpc": "2.0", "id": 1, "method": "\\ud800"}',
+        b'{"jsonrpc": "2.0", "id": 1, "method": "resources/read", "params": {"uri": "memory://\\ud800"}}',
         b'{"jsonrpc": "2.0", "id": ' + b"9" * 5_000 + b', "method": "tools/list"}',
     ],
     ids=lambda body: repr(body[:20]),

@@ -286,8 +286,9 @@ def make_server(view_of: Callable[[Request | None], View]) -> Server[Any]:
             with view.watch(params.name, given):
                 text, result = await view.run(tool.right, lambda memory, scope: tool.run(memory, scope, given))
         except Exception as error:
-            words = _sentence(error) if isinstance(error, ValidationError) else to_problem(error).detail
-            return types.CallToolResult(content=[types.TextContent(text=words)], is_error=True)
+            problem = Problem(422, _sentence(error)) if isinstance(error, ValidationError) else to_problem(error)
+            words = types.TextContent(text=problem.to_dict()["detail"])
+            return types.CallToolResult(content=[words], is_error=True)
         return types.CallToolResult(content=[types.TextContent(text=text)], structured_content=result)
 
     async def list_resources(
@@ -347,7 +348,7 @@ def _sentence(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_input=False)[0]
     name = ".".join(map(str, first["loc"]))[:NAMED]
     if first["type"] == "extra_forbidden":
-        return f"{name} is not an argument of this tool"
+        return f"{name!a} is not an argument of this tool"
     if first["type"] == "missing":
         return f"{name} is missing"
     return f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}"
@@ -361,7 +362,7 @@ def _as_error() -> Iterator[None]:
     except Exception as error:
         problem = to_problem(error)
         code = types.INVALID_PARAMS if problem.status_code < 500 else types.INTERNAL_ERROR
-        raise MCPError(code, problem.detail) from error
+        raise MCPError(code, problem.to_dict()["detail"]) from error
 
 
 def mount(app: FastAPI) -> None:
@@ -428,7 +429,7 @@ class _Lazy:
 
     def __init__(self, open_memory: Callable[[], Memory]) -> None:
         self._open = functools.cache(open_memory)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal may come while it is being closed
 
     @contextmanager
     def use(self) -> Iterator[Memory]:
