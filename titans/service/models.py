@@ -261,6 +261,27 @@ class SurpriseParts(BaseModel):
     contradicts: str | None = Field(description="Id of the memory with that statement.")
 
 
+class Layer(BaseModel):
+    """A layer of a scope's neural memory: Frobenius norms after all texts."""
+
+    shape: list[int]
+    norm: float = Field(description="Of the weights.")
+    learned: float = Field(description="Of what the texts changed of them.")
+    momentum: float
+
+
+class NeuralState(BaseModel):
+    """The neural memory of a scope, and the rule by which it learns."""
+
+    texts: int = Field(description="Written to it, in all.")
+    open: int = Field(description="Those of them in the chunk that is not full yet.")
+    chunk_size: int
+    theta: float = Field(description="The step; where it starts, if it is learned.")
+    eta: float = Field(description="The momentum.")
+    alpha: float = Field(description="The forgetting.")
+    layers: list[Layer]
+
+
 class ScopeCount(BaseModel):
     """How many memories a scope has."""
 

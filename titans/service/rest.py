@@ -149,6 +149,22 @@ def surprise(body: models.Statement, request: Request, memory: Open, caller: Rea
     return asdict(memory.surprise(body.text, **asdict(scope)))
 
 
+@router.get("/state", response_model=models.NeuralState, responses=documented(401, 403, 422))
+def state(asked: Annotated[models.ScopeParameters, Query()], memory: Open, caller: Reader) -> dict[str, Any]:
+    """Describe the neural memory of exactly this user, agent and run."""
+    kept = memory.scope_memory(**asdict(scope_of(caller, asked.user_id, asked.agent_id, asked.run_id)))
+    now, config = memory.neural.current(kept), memory.neural.config
+    layers = [
+        {
+            "shape": list(weights.shape[-2:]), "norm": float(weights.norm()),
+            "learned": float((weights - start).norm()), "momentum": float(momentum.norm()),
+        }
+        for weights, momentum, start in zip(now.weights, now.momentum, memory.neural.initial, strict=True)
+    ]  # fmt: skip
+    rule = {name: getattr(config, name) for name in ("chunk_size", "theta", "eta", "alpha")}
+    return {"texts": kept.count, "open": len(kept.open), **rule, "layers": layers}
+
+
 @router.get("/stats", response_model=models.Stats, responses=documented(401, 403, 422))
 def stats(asked: Annotated[models.Owner, Query()], memory: Open, caller: Reader) -> dict[str, Any]:
     """Count the memories of a user or, for a caller who is bound to none, of the whole store."""
