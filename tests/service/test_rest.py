@@ -139,7 +139,7 @@ WRONG: list[tuple[str, Callable[[httpx.Client], httpx.Response], int, str]] = [
     ("empty", lambda http: http.post("/memories", json={"text": " "}), 422, "text is empty; expected a text"),
     ("no query", lambda http: http.post("/search", json={}), 422, "query is missing"),
     ("control", lambda http: http.post("/search", json={"query": "x", "user_id": "a\0"}), 422,
-     "user has the control character U+0000 at character 1; expected text without any"),
+     "user_id: the name has the control character U+0000 at character 1; expected text without any"),
     ("limit", lambda http: http.post("/search", json={"query": "x", "limit": 0}), 422,
      "limit: input should be greater than or equal to 1"),
     ("filters", lambda http: http.get("/memories", params={"filters": "{"}), 422,
@@ -158,6 +158,8 @@ WRONG: list[tuple[str, Callable[[httpx.Client], httpx.Response], int, str]] = [
      "query: input should be a valid string, unable to parse raw data as a unicode string"),
     ("a form", lambda http: http.post("/search", data={"query": "x"}), 415,
      "the body is of another type; expected Content-Type: application/json"),
+    ("an empty import", lambda http: http.post("/import"), 422,
+     "the body is empty; expected a memory per line, as JSON"),
     ("no body", lambda http: http.post("/search"), 422, "the body is missing"),
     ("nowhere", lambda http: http.get("/nowhere"), 404, "there is nothing at this address"),
     ("method", lambda http: http.patch("/memories"), 405, "this address does not know that method"),
@@ -180,6 +182,10 @@ def test_the_description_has_every_route_with_examples_and_problems(server: Serv
     assert list(write["responses"]["422"]["content"]) == ["application/problem+json"]
     assert described["components"]["schemas"]["NewMemories"]["examples"]
     assert write["security"]
+
+
+def test_a_wrong_method_is_told_the_right_ones(server: Server) -> None:
+    assert server.http.patch("/memories").headers["allow"] == "DELETE, GET, POST"
 
 
 @pytest.fixture

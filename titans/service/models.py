@@ -6,17 +6,25 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from titans.text.records import MAX_FOUND, MAX_NAME, Hit, Record
+from titans.text.records import MAX_FOUND, MAX_NAME, Hit, Record, check_name
 from titans.text.records import Event as RecordEvent
 
 # What check_name and check_text refuse, for the description of the interface: they do the checking.
 _CONTROL = r"\x00-\x1f\x7f-\x9f"
 _NAME = rf"^[^{_CONTROL}]*[^\s{_CONTROL}][^{_CONTROL}]*$"
-_TEXT = rf"[^\s{_CONTROL}]"
-Name = Annotated[str, StringConstraints(min_length=1, max_length=MAX_NAME), Field(json_schema_extra={"pattern": _NAME})]
+_PLAIN = r"[^\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]*"
+_TEXT = rf"^{_PLAIN}[^\s{_CONTROL}]{_PLAIN}$"
+Name = Annotated[
+    str,
+    StringConstraints(min_length=1, max_length=MAX_NAME),
+    AfterValidator(lambda value: check_name(value, "the name")),
+    Field(json_schema_extra={"pattern": _NAME}),
+]
 Text = Annotated[str, StringConstraints(min_length=1), Field(json_schema_extra={"pattern": _TEXT})]
+# JSON knows one kind of number: 5.0 is a whole one.
+Whole = Annotated[int, BeforeValidator(lambda given: int(given) if _is_whole(given) else given)]
 ID = "9f1c2d3e4b5a69788796a5b4c3d2e1f0"
 MEMORY: dict[str, Any] = {
     "id": ID, "memory": "Ada's piano lesson is on Tuesday at five.", "user_id": "ada", "agent_id": None,
@@ -24,6 +32,15 @@ MEMORY: dict[str, Any] = {
     "updated_at": "2026-01-31T12:00:00.000000+00:00", "surprise": 0.62, "version": 1, "uses": 0, "repeats": 0,
     "replaces": None,
 }  # fmt: skip
+
+
+def _given(name: str, kind: str) -> dict[str, Any]:
+    """A schema of objects in which a field is not left out."""
+    return {"required": [name], "properties": {name: {"type": kind}}}
+
+
+def _is_whole(given: object) -> bool:
+    return isinstance(given, float) and given.is_integer()
 
 
 class Input(BaseModel):
@@ -59,7 +76,8 @@ class NewMemories(Scoped):
             "examples": [
                 {"text": MEMORY["memory"], "user_id": "ada", "metadata": MEMORY["metadata"]},
                 {"messages": [{"role": "user", "content": "My name is Ada."}], "user_id": "ada", "run_id": "monday"},
-            ]
+            ],
+            "oneOf": [_given("text", "string"), _given("texts", "array"), _given("messages", "array")],
         }
     )
 
@@ -84,7 +102,7 @@ class Query(Scoped):
     filters: dict[str, Any] | None = Field(
         None, description='On metadata: {"topic": "food"}, {"topic": ["food", "drink"]} or {"year": {"gte": 2020}}.'
     )
-    limit: int = Field(10, ge=1, le=MAX_FOUND, description="The largest number of results.")
+    limit: Whole = Field(10, ge=1, le=MAX_FOUND, description="The largest number of results.")
     threshold: float | None = Field(
         None, ge=-1, le=1, allow_inf_nan=False, description="Results whose cosine is lower are left out and counted."
     )
@@ -99,7 +117,12 @@ class Update(Input):
     text: Text | None = Field(None, description="The new text; by default it stays.")
     metadata: dict[str, Any] | None = Field(None, description="The new metadata; by default they stay.")
     keep_old: bool = Field(False, description="Keep the old text in the history instead of erasing it.")
-    model_config = ConfigDict(json_schema_extra={"examples": [{"text": "Ada's piano lesson is on Friday at five."}]})
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [{"text": "Ada's piano lesson is on Friday at five."}],
+            "anyOf": [_given("text", "string"), _given("metadata", "object")],
+        }
+    )
 
     @model_validator(mode="after")
     def _something(self) -> Update:

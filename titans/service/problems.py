@@ -133,7 +133,11 @@ def add_handlers(app: FastAPI) -> None:
 
     async def pass_on(request: Request, error: Exception) -> JSONResponse:
         assert isinstance(error, StarletteHTTPException)
-        return Problem(error.status_code, SENTENCES.get(error.detail, error.detail), error.headers).response()
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # the router names only the methods of the first route that it found
+            described = app.openapi()["paths"].get(getattr(request.scope.get("route"), "path", None), {})
+            headers["Allow"] = ", ".join(sorted(method.upper() for method in described)) or headers.get("Allow", "")
+        return Problem(error.status_code, SENTENCES.get(error.detail, error.detail), headers).response()
 
     app.add_exception_handler(RequestValidationError, refuse)
     app.add_exception_handler(StarletteHTTPException, pass_on)

@@ -213,6 +213,8 @@ async def import_(request: Request, memory: Open, caller: Writer) -> dict[str, i
             if size > limits.import_bytes:
                 raise too_large(limits.import_bytes)
             await run_sync(file.write, part)
+        if not size:
+            raise Problem(422, "the body is empty; expected a memory per line, as JSON")
         file.seek(0)
         return {"imported": await run_sync(_import, memory, caller, file)}
 
