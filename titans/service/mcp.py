@@ -351,7 +351,8 @@ def _sentence(error: ValidationError) -> str:
         return f"{name!a} is not an argument of this tool"
     if first["type"] == "missing":
         return f"{name} is missing"
-    return f"{name}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"{name}: {message[:1].lower()}{message[1:]}"
 
 
 @contextmanager
