@@ -129,7 +129,7 @@ def test_a_search_shows_the_parts_of_each_score_while_one_types(server: Server, 
     parts = page.locator("#results .parts").first.inner_text()
     assert all(name in parts for name in ("Score", "Meaning", "Words", "Memory", "#1"))
     page.locator("#threshold").fill("0.5")
-    page.get_by_text("2 fell below the cosine of 0.50").wait_for()
+    page.locator("#search-notes", has_text="2 fell below the cosine of 0.50").wait_for()
     assert texts_of(page, "#results") == [LESSON]
     page.locator("#query").press("ArrowDown")
     page.keyboard.press("Enter")
@@ -138,7 +138,7 @@ def test_a_search_shows_the_parts_of_each_score_while_one_types(server: Server, 
     assert page.evaluate("document.activeElement.className") == "open"
     page.keyboard.press("ArrowUp")
     page.keyboard.press("Escape")
-    page.get_by_text("Results appear while you type.").wait_for()
+    page.locator("#search-notes", has_text="Results appear while you type.").wait_for()
 
 
 @needs_browser
@@ -251,6 +251,7 @@ def test_a_chat_shows_the_memories_it_used(serve: Serve, upstream: Upstream, ope
 def test_a_chat_says_what_is_wrong_with_the_upstream(serve: Serve, upstream: Upstream, open_page: Open) -> None:
     server = serve(upstream=upstream.url)
     page = open_page(server, "ada", "chat", refused=429)
+    page.locator("#model option[value=words]").wait_for(state="attached")
     page.evaluate("document.getElementById('model').append(new Option('limited'), new Option('broken'))")
     for model, words in (("limited", "Slow down."), ("broken", "The upstream broke off.")):
         page.locator("#model").select_option(model)
@@ -264,7 +265,7 @@ def test_a_chat_says_what_is_wrong_with_the_upstream(serve: Serve, upstream: Ups
 def test_the_state_says_what_it_expects(server: Server, open_page: Open) -> None:
     tell(server, "expects", "Ada lives in Oslo.", *(f"The bus comes at {i}." for i in range(8)))
     page = open_page(server, "expects", "state")
-    page.locator("#layers tbody tr").wait_for()
+    page.locator("#layers li").wait_for()
     assert "9" in page.locator("#figures").inner_text()
     page.locator("#statement").fill("Ada lives in Bergen.")
     page.get_by_role("button", name="The memory that it contradicts").click()

@@ -5,6 +5,7 @@ import { $, complain, count, make, quoted, say, sentence, surpriseMark } from ".
 import { openById } from "./details.js";
 import { scope } from "./scope.js";
 
+const SHOWN = 5; // memories of an answer that are listed without being asked for
 const HEADERS = { user_id: "X-Memory-User", agent_id: "X-Memory-Agent", run_id: "X-Memory-Session" };
 let messages = [];
 let running = null;
@@ -25,7 +26,7 @@ export async function refresh() {
 export function forget() {
   stop();
   messages = [];
-  $("talk").replaceChildren(make("li", { class: "empty" }, "What you write is answered with the memories that fit it, which are listed below each answer."));
+  $("talk").replaceChildren(make("p", { class: "empty" }, "What you write is answered with the memories that fit it, which are listed below each answer."));
 }
 
 export const stop = () => running?.abort();
@@ -34,7 +35,8 @@ function show(role, text) {
   const content = make("p", { class: "text", dir: "auto" }, text);
   const notes = make("div", { class: "meta" });
   $("talk").querySelector(".empty")?.remove();
-  const line = make("li", { class: `said ${role}` }, make("strong", { class: "who" }, role === "user" ? "You" : "Answer"), content, notes);
+  const who = role === "user" ? "You" : "Answer";
+  const line = make("article", { class: `said ${role}`, "aria-label": who }, make("strong", { class: "who" }, who), content, notes);
   $("talk").append(line);
   line.scrollIntoView({ block: "end" });
   return { content, notes, line };
@@ -80,14 +82,14 @@ async function answer(text) {
 
 function explain(headers, whose, mine, theirs) {
   const surprise = headers.get("X-Memory-Surprise");
-  if (surprise !== null) mine.notes.append(surpriseMark(Number(surprise)));
+  if (surprise !== null) mine.notes.append(make("span", { "aria-hidden": "true" }, "Surprise"), surpriseMark(Number(surprise)));
   else if (!$("remember").checked) mine.notes.append(make("span", {}, "not remembered"));
   const status = headers.get("X-Memory-Status") ?? "";
   if (status.startsWith("failed")) theirs.notes.append(make("span", { class: "problem" }, sentence(`the memory ${status}`)));
   const ids = (headers.get("X-Memory-Ids") ?? "").split(",").filter(Boolean).map(decodeURIComponent);
   const list = make("ul", { class: "used" });
   theirs.notes.append(ids.length
-    ? make("details", { open: true }, make("summary", {}, `${count(ids.length, "memory", "memories")} used`), list)
+    ? make("details", { open: ids.length <= SHOWN }, make("summary", {}, `${count(ids.length, "memory", "memories")} used`), list)
     : make("span", {}, "no memories used"));
   ids.forEach(async (id) => {
     const line = make("li", {});

@@ -33,6 +33,7 @@ export const labels = (memory) => make("span", { class: "labels" },
 
 export async function showDetails(memory) {
   const dialog = $("details");
+  $("details-title").textContent = "Memory";
   $("details-body").replaceChildren(...body(memory));
   if (!dialog.open) dialog.showModal();
   dialog.scrollTop = 0;
@@ -111,6 +112,7 @@ function edit(memory) {
       problem.textContent = sentence(error.message);
     }
   };
+  $("details-title").textContent = "Edit the memory";
   $("details-body").replaceChildren(make("form", { class: "edit", onsubmit: save },
     text,
     make("label", { class: "check" }, keep, " Keep the old text in the history"),
@@ -122,7 +124,7 @@ function edit(memory) {
 }
 
 async function erase(memory) {
-  const warning = "It is erased for good, with its history. There is no undo, and no copy is kept.";
+  const warning = "Its text is erased for good, also from the history. There is no undo.";
   if (!(await confirm("Erase this memory?", warning, memory.memory, "Erase for good"))) return;
   try {
     await call("DELETE", path(memory), { query: owner(memory) });

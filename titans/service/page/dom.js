@@ -2,9 +2,9 @@
 
 const LONGEST = 600; // characters of a text in a list
 const LEVELS = [
-  { name: "expected", below: 0.25 },
-  { name: "familiar", below: 0.5 },
-  { name: "new", below: 0.75 },
+  { name: "expected", below: 0.5 },
+  { name: "familiar", below: 0.8 },
+  { name: "new", below: 0.95 },
   { name: "surprising", below: Infinity },
 ];
 
@@ -42,7 +42,9 @@ export function time(iso, format = BOTH) {
 }
 export const clock = (iso) => time(iso, CLOCK);
 
-export const levels = LEVELS.map((level) => level.name);
+export const levels = LEVELS.map(({ name, below }, index) => ({
+  name, range: below < Infinity ? `below ${below.toFixed(2)}` : `${LEVELS[index - 1].below.toFixed(2)} and more`,
+}));
 export const level = (surprise) => LEVELS.findIndex((each) => surprise < each.below);
 
 // Shape, word and number say what the colour says.

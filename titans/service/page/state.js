@@ -29,17 +29,18 @@ async function describe() {
     const figures = [
       ["Texts", state.texts.toLocaleString("en")],
       ["In the open chunk", `${state.open} of ${state.chunk_size}`],
-      ["Layers", state.layers.map((layer) => layer.shape.join(" × ")).join(", ")],
-      ["Step, momentum, forgetting", [state.theta, state.eta, state.alpha].join(", ")],
+      ["Step θ", state.theta],
+      ["Momentum η", state.eta],
+      ["Forgetting α", state.alpha],
     ];
     $("figures").replaceChildren(...figures.map(([name, value]) => make("div", {}, make("dt", {}, name), make("dd", {}, value))));
     const most = Math.max(1e-9, ...state.layers.flatMap((layer) => [layer.norm, layer.learned, layer.momentum]));
-    const cell = (kind, value) => make("td", {}, meter("", kind, value.toFixed(3), value / most));
-    $("layers").replaceChildren(
-      make("caption", {}, "Norms of each layer"),
-      make("thead", {}, make("tr", {}, ...["Layer", "Weights", "Learned since the start", "Momentum"].map((name) => make("th", { scope: "col" }, name)))),
-      make("tbody", {}, ...state.layers.map((layer, index) => make("tr", {}, make("th", { scope: "row" }, String(index + 1)),
-        cell("meaning", layer.norm), cell("words", layer.learned), cell("neural", layer.momentum)))));
+    const bar = (name, kind, value) => meter(name, kind, value.toFixed(3), value / most);
+    $("layers").replaceChildren(...state.layers.map((layer, index) => make("li", {},
+      make("h3", {}, `Layer ${index + 1}`, make("span", { class: "soft" }, ` ${layer.shape.join(" × ")}`)),
+      bar("Weights", "meaning", layer.norm),
+      bar("Learned from the texts", "words", layer.learned),
+      bar("Momentum", "neural", layer.momentum))));
     complain(null);
   } catch (error) {
     complain(error);
@@ -57,7 +58,7 @@ async function assess() {
     const index = level(parts.loss);
     const row = (name, kind, value, most, words) => make("div", { class: "part" }, meter(name, kind, value.toFixed(2), value / most), make("p", { class: "soft small" }, words));
     $("surprise").replaceChildren(
-      make("p", { class: "verdict" }, make("i", { class: `dot level-${index}`, "aria-hidden": "true" }), sentence(levels[index])),
+      make("p", { class: "verdict" }, make("i", { class: `dot level-${index}`, "aria-hidden": "true" }), sentence(levels[index].name)),
       row("Loss", `level-${index}`, parts.loss, 1, "What the memory does not predict. It falls with every repetition."),
       row("Drift", "meaning", parts.drift, 1, "High where the topic changes: the distance from the last two texts."),
       row("Novelty", "words", parts.novelty, 1, "High for what was never talked about: the distance from the nearest text."),

@@ -7,7 +7,7 @@ import { scope } from "./scope.js";
 
 const AT_A_TIME = 100;
 const DRAWN = 240; // marks of the overview, the newest that were loaded
-const RANGES = ["below 0.25", "below 0.50", "below 0.75", "0.75 and more"];
+const HEAD = 0.1; // height of a mark, where its surprise is; the stem below it is faint
 let running = new AbortController();
 let next = null;
 let loaded = [];
@@ -66,18 +66,22 @@ function overview() {
   figure.hidden = drawn.length < 2;
   const svg = figure.querySelector("svg");
   const width = Math.max(drawn.length, 60);
-  const most = Math.max(1, ...drawn.map((memory) => memory.surprise));
+  const values = drawn.map((memory) => memory.surprise);
+  const least = Math.floor(10 * Math.min(...values)) / 10;
+  const most = Math.max(least + 0.1, Math.ceil(10 * Math.max(...values) - 0.05) / 10);
   svg.setAttribute("viewBox", `0 0 ${width} 1`);
   svg.replaceChildren(...drawn.map((memory, index) => {
-    const height = Math.max(0.03, memory.surprise / most);
-    const mark = draw("rect", { x: width - drawn.length + index + 0.1, y: 1 - height, width: 0.8, height, class: `level-${level(memory.surprise)}` });
+    const y = (1 - HEAD) * (most - memory.surprise) / (most - least);
+    const x = width - drawn.length + index;
+    const mark = draw("g", { class: `level-${level(memory.surprise)}` });
     const title = draw("title", {});
     title.textContent = `${memory.surprise.toFixed(2)} ${quoted(memory.memory)}`;
-    mark.append(title);
+    mark.append(title, draw("rect", { x: x + 0.1, y, width: 0.8, height: 1 - y, class: "stem" }), draw("rect", { x: x + 0.1, y, width: 0.8, height: HEAD }));
     mark.addEventListener("click", () => reveal(memory.id));
     return mark;
   }));
-  figure.querySelector("figcaption").textContent = `Surprise of the newest ${count(drawn.length, "memory", "memories")}, the latest on the right`;
+  figure.querySelector("figcaption").textContent =
+    `Surprise of the newest ${count(drawn.length, "memory", "memories")}, from ${least.toFixed(1)} to ${most.toFixed(1)}, the latest on the right`;
 }
 
 function reveal(id) {
@@ -102,8 +106,8 @@ async function add(event) {
 }
 
 export function start() {
-  $("legend").append(make("span", {}, "Surprise:"), ...levels.map((name, index) => make("span", { title: RANGES[index] },
-    make("i", { class: `dot level-${index}`, "aria-hidden": "true" }), `${name} `, make("small", {}, RANGES[index]))));
+  $("legend").append(make("span", {}, "Surprise:"), ...levels.map(({ name, range }, index) => make("span", {},
+    make("i", { class: `dot level-${index}`, "aria-hidden": "true" }), `${name} `, make("small", {}, range))));
   $("add").addEventListener("submit", add);
   $("older").addEventListener("click", () => load(running.signal));
   new IntersectionObserver((seen) => {
