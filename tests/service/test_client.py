@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.docs.blocks import ROOT
 from tests.service.conftest import Serve, Server
 from titans.client import AsyncMemoryClient, MemoryClient, ServiceError
 from titans.service.limits import Rates
@@ -250,3 +251,11 @@ def test_wrong_input_is_refused_before_anything_is_sent(make: Callable[[], Any],
 def test_neither_the_client_nor_the_mcp_server_waits_for_torch() -> None:
     code = "import sys, titans.client, titans.service.mcp; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_the_tests_that_the_guide_names_exist() -> None:
+    page = (ROOT / "docs" / "service.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:tests/(\w+)/)?(test_\w+\.py)::(test_\w+)`", page)
+    assert len(named) >= 6
+    for folder, file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / (folder or "service") / file).read_text(encoding="utf-8"), test
