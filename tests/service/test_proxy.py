@@ -147,6 +147,7 @@ def test_tools_and_their_calls_and_results_pass(proxy: Server, upstream: Upstrea
     sent = upstream.last.body["messages"]
     assert (sent[0], sent[2:]) == (messages[0], more)
     assert sent[1]["content"].startswith("<memory>")
+    assert sent[1]["content"].count("How is the weather") == 1  # what the chat has already is no memory
     assert [record.text for record in records(proxy, user)] == [
         "I live in Oslo.", "How is the weather in Oslo?", ANSWER
     ]  # fmt: skip
@@ -194,6 +195,22 @@ def test_a_request_can_do_without(proxy: Server, user: str, mode: str, recalls: 
     assert ("x-memory-ids" in headers) is bool(recalls)
     assert len(records(proxy, user)) == 1 + stores
     assert headers["x-memory-status"] == ("off" if mode == "off" else "ok")
+
+
+def test_a_body_to_which_nothing_is_added_passes_to_the_byte(proxy: Server, upstream: Upstream, user: str) -> None:
+    body = (
+        '{"model":"words", "messages":[ {"content": "Grüße \\ud83d\\ude00", "role":"user"} ],"x":1e2,"x":1.0}'.encode()
+    )
+    answer = proxy.http.post("/v1/chat/completions", content=body, headers={"X-Memory-User": user})
+    assert (answer.status_code, upstream.last.raw) == (200, body)
+    assert records(proxy, user)[0].text == "Grüße \U0001f600"
+
+
+def test_the_name_of_a_user_may_have_any_letters(proxy: Server) -> None:
+    headers = {"X-Memory-User": "Zoë 李".encode()}
+    body = {"model": "words", "messages": [{"role": "user", "content": LESSON}]}
+    proxy.http.post("/v1/chat/completions", json=body, headers=headers)  # type: ignore[arg-type]
+    assert [record.text for record in records(proxy, "Zoë 李")] == [LESSON, ANSWER]
 
 
 def test_agents_and_sessions_have_memories_of_their_own(proxy: Server, user: str) -> None:

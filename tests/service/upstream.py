@@ -22,6 +22,7 @@ class Seen(NamedTuple):
     path: str
     headers: dict[str, str]
     body: dict[str, Any]
+    raw: bytes
 
 
 class Upstream(ThreadingHTTPServer):
@@ -63,13 +64,14 @@ class _Handler(BaseHTTPRequestHandler):
         """Not to the terminal."""
 
     def do_GET(self) -> None:
-        self.server.seen.append(Seen(self.path, {name.lower(): value for name, value in self.headers.items()}, {}))
+        self.server.seen.append(Seen(self.path, {name.lower(): value for name, value in self.headers.items()}, {}, b""))
         self._json(200, MODELS)
 
     def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        raw = self.rfile.read(int(self.headers["Content-Length"]))
+        body = json.loads(raw)
         headers = {name.lower(): value for name, value in self.headers.items()}
-        self.server.seen.append(Seen(self.path, headers, body))
+        self.server.seen.append(Seen(self.path, headers, body, raw))
         model = body["model"]
         if model == "silent":
             time.sleep(3)
