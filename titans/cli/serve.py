@@ -46,7 +46,7 @@ def serve(
     budget: Annotated[int, typer.Option(min=0, help="Tokens of a prompt that memories may take.")] = 512,
     rate: Annotated[int, typer.Option(min=0, help="Requests of a key in a minute, per worker; 0: any number.")] = 0,
     concurrency: Annotated[int, typer.Option(min=1, help="Requests that a worker answers at the same time.")] = 256,
-    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request, except an import.")] = 4 << 20,
+    max_body: Annotated[int, typer.Option(min=1, help="Bytes of a request, except an import or a chat.")] = 4 << 20,
     cors: Annotated[
         list[str], typer.Option("--cors", help="Origin whose pages may call the server; may be repeated.")
     ] = [],  # noqa: B006

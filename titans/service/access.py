@@ -72,6 +72,7 @@ class Keys:
         self.file = file
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
+        self._known = False  # that there is a key, which stays so
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -143,10 +144,10 @@ class Keys:
 
     def exist(self) -> bool:
         """Whether a key was ever made: after the last is revoked, nobody may call, not everybody."""
-        if not self.file.exists():
-            return False
-        with self._open() as connection:
-            return connection.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
+        if not self._known and self.file.exists():
+            with self._open() as connection:
+                self._known = connection.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
+        return self._known
 
     def find(self, key: str) -> Caller | None:
         """Who has a key; None if it is none, or a revoked one."""

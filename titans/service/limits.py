@@ -54,7 +54,7 @@ class LimitMiddleware:
         if scope["type"] != "http" or scope["path"] in UNLIMITED:
             await self.app(scope, receive, send)
             return
-        most = self.limits.import_bytes if scope["path"] == "/import" else self.limits.body_bytes
+        most = self._largest(scope["path"])
         try:
             if self.running >= self.limits.concurrency:
                 raise Problem(503, "the server has too much to do; try again in a moment", {"Retry-After": "1"})
@@ -69,6 +69,12 @@ class LimitMiddleware:
             await self.app(scope, self._watch(receive, most), send)
         finally:
             self.running -= 1
+
+    def _largest(self, path: str) -> int:
+        """How many bytes a body may have."""
+        if path.startswith("/v1/"):
+            return self.limits.chat_bytes
+        return self.limits.import_bytes if path == "/import" else self.limits.body_bytes
 
     def _watch(self, receive: Receive, most: int) -> Receive:
         """Receives as before until the body is complete, and raises a problem if that takes too much."""

@@ -22,8 +22,9 @@ class Limits:
     """What one request, and one caller, may take.
 
     Attributes:
-        body_bytes: of a request, except an import.
+        body_bytes: of a request, except an import and a chat.
         import_bytes: of an import.
+        chat_bytes: of a chat, which may have images.
         texts: of one write.
         text_bytes: of one text.
         rate: requests of one key in a minute; 0: any number.
@@ -33,6 +34,7 @@ class Limits:
 
     body_bytes: int = 4 << 20
     import_bytes: int = 256 << 20
+    chat_bytes: int = 32 << 20
     texts: int = 1_000
     text_bytes: int = 100_000
     rate: int = 0
