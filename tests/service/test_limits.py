@@ -72,7 +72,7 @@ def test_a_body_that_does_not_arrive_is_given_up(small: Server) -> None:
     with raw(small, "POST /search", b'Content-Length: 100\r\n\r\n{"query": ') as slow:
         answer = read_all(slow)
     assert answer.startswith("HTTP/1.1 408 ")
-    assert "the body did not arrive within 1 seconds" in answer
+    assert "the body did not arrive in time" in answer
     assert small.http.get("/stats").status_code == 200
 
 

@@ -29,7 +29,7 @@ class Limits:
         text_bytes: of one text.
         rate: requests of one key in a minute; 0: any number.
         concurrency: requests that are answered at the same time.
-        body_seconds: until a request has to be there as a whole.
+        body_seconds: until a request has to be there as a whole; more for a long one that keeps coming.
     """
 
     body_bytes: int = 4 << 20
