@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
@@ -295,6 +297,23 @@ def test_models_are_listed(proxy: Server, upstream: Upstream) -> None:
         assert [model.id for model in made.models.list()] == ["words"]
     proxy.http.get("/v1/models/org/name?a=1")
     assert upstream.last.path == "/v1/models/org/name?a=1"
+    many = len(upstream.seen)
+    for trick in ("..%2ffiles", "%2e%2e/files", "a/%2e/../%2e%2e/%2e%2e/files", "a//b"):
+        assert proxy.http.get(f"/v1/models/{trick}").status_code == 404
+    assert len(upstream.seen) == many  # no other address of the upstream can be reached
+
+
+def test_headers_for_the_upstream_may_have_any_letters(proxy: Server, upstream: Upstream) -> None:
+    body = {"model": "words", "messages": [{"role": "user", "content": "Hi."}]}
+    proxy.http.post("/v1/chat/completions", json=body, headers={"X-Title": "Zoë".encode(), "Cookie": "a=b"})  # type: ignore[dict-item]
+    assert upstream.last.headers["x-title"].encode("latin-1").decode() == "Zoë"
+    assert "cookie" not in upstream.last.headers
+
+
+def test_cookies_of_the_upstream_are_not_sent_for_another_user(proxy: Server, upstream: Upstream) -> None:
+    assert "".join(stream(proxy, "ada", "Hi.")) == ANSWER  # with a Set-Cookie
+    ask(proxy, "bo", "Hi.")
+    assert "cookie" not in upstream.last.headers
 
 
 def test_an_upstream_that_refuses_is_passed_on(proxy: Server, user: str) -> None:
@@ -427,6 +446,16 @@ def test_clients_of_the_messages_interface_have_the_memory_too(
 
 
 @pytest.mark.slow
+def test_many_talk_at_the_same_time_and_each_is_kept_apart(proxy: Server) -> None:
+    users = [f"talker {number}" for number in range(32)]
+    with ThreadPoolExecutor(len(users)) as threads:
+        answers = list(threads.map(lambda user: "".join(stream(proxy, user, f"I am {user}.")), users))
+    assert answers == [ANSWER] * len(users)
+    until(lambda: all(len(records(proxy, user)) == 2 for user in users))
+    assert [records(proxy, user)[0].text for user in users] == [f"I am {user}." for user in users]
+
+
+@pytest.mark.slow
 def test_the_local_model_answers_from_memory(server: Server, user: str) -> None:
     server.memory.add("My piano lesson is on Tuesday.", user=user)
     with client(server, user) as made:
@@ -477,6 +506,8 @@ def test_the_proxy_takes_less_than_40_ms_over_the_encoder_before_the_first_token
     over = [1000 * (all - encoder) for all, encoder in zip(proxied, encoding, strict=True)]
     figures = {"direct": direct, "proxied": proxied, "encoder": encoding}
     print({name: f"{1000 * median(values):.1f} ms" for name, values in figures.items()})
+    if os.getloadavg()[0] > 2 * (os.cpu_count() or 1):
+        pytest.skip("others are at work on this machine; the times are theirs")
     assert median(over) - 1000 * median(direct) < 40
 
 

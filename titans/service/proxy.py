@@ -8,6 +8,7 @@ import re
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -50,9 +51,11 @@ async def _lifespan(app: FastAPI) -> AsyncIterator[None]:
     timeout = httpx.Timeout(settings.upstream_seconds, connect=CONNECT_SECONDS, pool=None)
     connections = httpx.Limits(max_connections=None, max_keepalive_connections=settings.limits.concurrency)
     app.state.local = LocalModel()
-    # An answer that is not compressed can be passed on as it comes.
     async with httpx.AsyncClient(
-        timeout=timeout, limits=connections, headers={"Accept-Encoding": "identity"}
+        timeout=timeout,
+        limits=connections,
+        headers={"Accept-Encoding": "identity"},  # what is not compressed can be passed on as it comes
+        cookies=CookieJar(DefaultCookiePolicy(allowed_domains=())),  # one caller's would go out with another's request
     ) as app.state.upstream:
         yield
     app.state.local.close()
@@ -285,14 +288,20 @@ def _error(problem: Problem) -> dict[str, Any]:
 async def _models(request: Request, model: str) -> Response:
     state = request.app.state
     caller = identify(state, request.headers)
+    if model and not {"", ".", ".."}.isdisjoint(model.split("/")):
+        raise _unknown_model()
     if state.settings.upstream is not None:
         path = "/models" + (f"/{quote(model)}" if model else "")
         reply = await _ask(request, caller, path, OPENAI)
         return Response(await _read(reply.parts), reply.status, reply.headers)
     found = list_models(await state.local.load())
     if model and model != found["data"][0]["id"]:
-        raise Problem(404, "there is no such model; GET /v1/models lists those there are")
+        raise _unknown_model()
     return JSONResponse(found["data"][0] if model else found)
+
+
+def _unknown_model() -> Problem:
+    return Problem(404, "there is no such model; GET /v1/models lists those there are")
 
 
 async def _chat(request: Request, dialect: Dialect) -> Response:
@@ -414,21 +423,27 @@ async def _ask(
     """Sends a request to the upstream."""
     state = request.app.state
     settings: Settings = state.settings
-    headers = {name: value for name, value in request.headers.items() if SENT_ON.fullmatch(name)}
+    given = {name.decode("latin-1"): value for name, value in request.headers.raw}
+    headers = {name: value for name, value in given.items() if SENT_ON.fullmatch(name)}
     if content is not None:
-        headers["Content-Type"] = "application/json"
+        headers["content-type"] = b"application/json"
     if settings.upstream_key is not None:
-        headers |= dialect.key(settings.upstream_key)
+        headers |= {name: value.encode() for name, value in dialect.key(settings.upstream_key).items()}
     elif not caller.name:  # a key of this server is for nobody else
-        headers |= {name: request.headers[name] for name in ("authorization", "x-api-key") if name in request.headers}
+        headers |= {name: given[name] for name in ("authorization", "x-api-key") if name in given}
+    made = [(name.encode("latin-1"), value) for name, value in headers.items()]
     url = f"{(settings.upstream or '').rstrip('/')}{path}"
     if request.url.query:
         url += f"?{request.url.query}"
     client: httpx.AsyncClient = state.upstream
     with _upstream_problems(on_error):
-        sent = client.build_request(request.method, url, headers=headers, content=content)
+        sent = client.build_request(request.method, url, headers=made, content=content)
         response = await client.send(sent, stream=True)
-    passed = {name.title(): value for name, value in response.headers.items() if PASSED_BACK.fullmatch(name)}
+    passed = {
+        name.title(): value
+        for name, value in response.headers.items()
+        if PASSED_BACK.fullmatch(name) and value.isascii()
+    }
     return Reply(response.status_code, passed, _parts(response), response.aclose)
 
 
