@@ -59,6 +59,9 @@ class LimitMiddleware:
         try:
             if self.running >= self.limits.concurrency:
                 raise Problem(503, "the server has too much to do; try again in a moment", {"Retry-After": "1"})
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+                # Where one of them says that the request ends, a server before this one may not have seen its end.
+                raise Problem(400, "the length of the body is said in two ways; expected one", {"Connection": "close"})
             declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
             if declared.isdigit() and int(declared) > most:
                 raise too_large(most)
