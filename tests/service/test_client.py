@@ -14,11 +14,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.docs.blocks import ROOT
 from tests.service.conftest import Serve, Server
-from titans.client import AsyncMemoryClient, MemoryClient, ServiceError
+from titans.client import AsyncMemoryClient, Calls, MemoryClient, ServiceError
 from titans.service.limits import Rates
 from titans.text import Memory, Scope
 
@@ -217,11 +218,23 @@ def test_a_server_that_is_slow_is_one_sentence() -> None:
             client.search("Who?")
 
 
+def test_a_client_waits_as_long_as_a_busy_server_says_and_no_longer_than_is_sensible() -> None:
+    call = Calls().stats()
+    for status, said, pause in (
+        (429, "3", 3.0),
+        (503, "1", 1.0),
+        (503, "600", None),
+        (503, "", None),
+        (404, "3", None),
+    ):
+        assert call.pause(httpx.Response(status, headers={"Retry-After": said}), 0) == pause
+
+
 @pytest.mark.slow
 def test_a_busy_server_is_asked_again_when_it_says(server: Server) -> None:
     state = server.app.state
-    before, state.rates = state.rates, Rates(60)
-    for _ in range(60):
+    before, state.rates = state.rates, Rates(12)  # one comes back after 5 seconds
+    for _ in range(12):
         state.rates.spend("")
     try:
         with pytest.raises(ServiceError) as error, MemoryClient(server.url, retries=0) as client:
