@@ -238,7 +238,7 @@ def found(store: Store, scope: Scope, tests: Any, exact: bool, words: list[str],
         other = store.select(scope, {"who": {"eq": name}}, exact)
         near += [] if other is None else store.nearest(other, vectors[:1], 1000)
     return (
-        [record.id for record in store.newest(selection, 7)],
+        [record.id for record in store.newest(selection, 7).values()],
         [store.list_scopes(scope.user)[0][1], [row.count for row in store.rows_of(selection, 2)]],
         [(id, round(score, 9)) for id, score in zip(ids(store, matches.scores), matches.scores.values(), strict=True)],
         (ids(store, some.scores), some.ignored),
@@ -300,7 +300,7 @@ def test_what_an_index_finds_is_what_is_there(
         chosen = store.select(scope or Scope("ann"), tests or {})
         assert chosen is not None
         assert uses_the_index(store, lambda: store.nearest(chosen, vectors[:1], many)) == index
-        every = store.newest(chosen, 1000)
+        every = list(store.newest(chosen, 1000).values())
         for vector in vectors[::40]:
             seqs, cosines = store.nearest(chosen, vector[None], many)[0]
             assert len(set(seqs.tolist())) == len(seqs) == min(many, len(every))
@@ -689,6 +689,17 @@ def test_an_older_format_is_brought_up_to_date_in_one_transaction(
         assert upgraded[1]._one("SELECT value, note FROM meta WHERE key = 'format'") == (str(FORMAT + 1), None)
     for each in upgraded:
         each.close()
+
+
+def test_a_store_of_the_format_before_is_upgraded(postgres_server: PostgresServer, store: PostgresStore) -> None:
+    with store.writing():
+        store._run("DROP TABLE requests")
+        store.set_meta("format", "2")
+    upgraded = PostgresStore(postgres_server.url(store.schema))
+    with upgraded.writing():
+        assert upgraded.get_meta("format") == str(FORMAT)
+        assert upgraded.find_request(1, "a key") is None
+    upgraded.close()
 
 
 def test_many_can_make_a_store_at_once(new_schema: Callable[[str], str]) -> None:

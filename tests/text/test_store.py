@@ -23,6 +23,7 @@ from titans.text.memory import Memory
 from titans.text.records import DamagedStore, OtherEncoder, Record, Scope, StoreError, UnknownRecord
 from titans.text.recovery import recover, salvage
 from titans.text.sqlite import SqliteStore
+from titans.text.store import FORMAT
 
 TEXTS = [f"Note {number}: the {animal} likes {food}." for number, (animal, food) in enumerate(
     (animal, food) for animal in ("cat", "dog", "horse", "owl", "fox") for food in ("milk", "hay", "mice", "bread")
@@ -85,11 +86,11 @@ def test_names_with_special_characters_are_names(tmp_path: Path, encoder: TextEn
 
 def test_a_store_of_a_newer_version_is_refused_and_not_touched(copy: Path) -> None:
     connection = sqlite3.connect(copy)
-    connection.execute("PRAGMA user_version = 3")
+    connection.execute(f"PRAGMA user_version = {FORMAT + 1}")
     connection.close()
     before = copy.read_bytes()
     for read_only in (False, True):
-        with pytest.raises(StoreError, match="has format 3 and was made by a newer version of titans; expected 2"):
+        with pytest.raises(StoreError, match=f"has format {FORMAT + 1} and was made by a newer version of titans"):
             SqliteStore(copy, read_only)
     assert copy.read_bytes() == before
 
@@ -415,7 +416,7 @@ def test_a_store_of_the_last_release_is_upgraded_and_reindexed_with_nothing_lost
 ) -> None:
     before = content(old)
     with Memory(old, encoder=encoder) as memory:
-        assert memory.stats()["format"] == 2
+        assert memory.stats()["format"] == FORMAT
         records = memory.records(user="ann")
         assert [record.text for record in reversed(records)] == [
             "Ann lives in Oslo.", "Ann has a pet rabbit.", "The meeting is on Friday.", "Ann lives in Oslo.",
@@ -432,7 +433,7 @@ def test_a_store_of_the_last_release_is_upgraded_and_reindexed_with_nothing_lost
         ):
             with pytest.raises(OtherEncoder, match=sentence):
                 call()
-    assert content(old) == before | {"format": [(2,)]}
+    assert content(old) == before | {"format": [(FORMAT,)]}
     with Memory(old, encoder=encoder) as memory:
         assert memory.reindex() == 5
         assert [replace(record, surprise=0) for record in memory.records(user="ann")] == [
@@ -454,7 +455,9 @@ def test_a_store_of_the_last_release_is_upgraded_and_reindexed_with_nothing_lost
 
 def test_a_store_of_the_last_release_is_not_upgraded_when_opened_to_read(old: Path, encoder: TextEncoder) -> None:
     before = old.read_bytes()
-    with pytest.raises(StoreError, match="has format 1 of an older version of titans; expected 2, so open it once"):
+    with pytest.raises(
+        StoreError, match=f"has format 1 of an older version of titans; expected {FORMAT}, so open it once"
+    ):
         Memory(old, encoder=encoder, read_only=True)
     assert old.read_bytes() == before
 

@@ -17,11 +17,13 @@ from titans.cli import (
     forecast,
     generate,
     inspect,
+    mcp,
     memory,
     prepare,
     recall,
     remember,
     report,
+    serve,
     text,
     tokenizer,
     train,
@@ -37,12 +39,14 @@ app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(forecast.app, name="forecast")
 app.add_typer(memory.app, name="memory")
+app.add_typer(serve.app, name="serve")
 app.add_typer(text.app, name="text")
 app.command("chat")(chat.chat)
 app.command("demo")(demo.demo)
 app.command("eval")(eval.evaluate)
 app.command("generate")(generate.generate)
 app.command("inspect")(inspect.inspect)
+app.command("mcp")(mcp.mcp)
 app.command("prepare")(prepare.prepare)
 app.command("recall")(recall.recall)
 app.command("remember")(remember.remember)

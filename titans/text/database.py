@@ -11,7 +11,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from titans.text.records import DamagedStore, StoreError, new_id, utc_now
+from titans.text.records import (
+    BusyStore,
+    DamagedStore,
+    FullStore,
+    ReadOnlyStore,
+    StoreError,
+    new_id,
+    utc_now,
+)
 from titans.text.store import FORMAT, TOKENIZER, checksum
 from titans.words import sentence
 
@@ -30,6 +38,12 @@ VERSIONS = """CREATE INDEX records_by_text ON records (scope, text_sum);
 CREATE INDEX records_by_replaced ON records (replaces) WHERE replaces IS NOT NULL;
 CREATE TABLE building (file TEXT PRIMARY KEY, pid INTEGER NOT NULL);
 """
+REQUESTS = """CREATE TABLE requests (
+    user INTEGER NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, ids TEXT NOT NULL, at TEXT NOT NULL,
+    PRIMARY KEY (user, key)
+) WITHOUT ROWID;
+CREATE INDEX requests_by_time ON requests (at);
+"""
 UPGRADES = {  # from each older format to the next
     1: f"""
 ALTER TABLE records ADD COLUMN repeats INTEGER NOT NULL DEFAULT 0;
@@ -39,6 +53,7 @@ UPDATE records SET text_sum = checksum(text);
 DROP TABLE states;
 {STATES};
 {VERSIONS}""",
+    2: REQUESTS,
 }
 SCHEMA = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT) WITHOUT ROWID;
@@ -62,7 +77,7 @@ CREATE TABLE vectors (
     seq INTEGER PRIMARY KEY, encoder TEXT NOT NULL, sum INTEGER NOT NULL, vector BLOB NOT NULL
 );
 {STATES};
-{VERSIONS}CREATE TABLE events (
+{VERSIONS}{REQUESTS}CREATE TABLE events (
     n INTEGER PRIMARY KEY AUTOINCREMENT, at TEXT NOT NULL, kind TEXT NOT NULL, id TEXT, seq INTEGER,
     scope INTEGER NOT NULL, version INTEGER, body TEXT, sum INTEGER
 );
@@ -76,6 +91,7 @@ CREATE VIRTUAL TABLE words USING fts5 (body, content='', tokenize="{TOKENIZER}")
 CREATE VIRTUAL TABLE word_counts USING fts5vocab (words, row);
 CREATE VIRTUAL TABLE word_places USING fts5vocab (words, instance);
 """
+KINDS = {"is full": FullStore, "readonly": ReadOnlyStore}  # of errors, by words in them
 Values = Sequence[Any] | Mapping[str, Any]  # of the placeholders of a statement
 
 _INHERITED: list[sqlite3.Connection] = []  # of a parent process: closing one here could disturb it there
@@ -247,11 +263,12 @@ class Database:
                 self._note_damage(error)
                 raise DamagedStore(str(self.damage)) from error
             if "locked" in str(error) or "busy" in str(error):
-                raise StoreError(
+                raise BusyStore(
                     f"{self.file} is busy: other processes have been writing for {PATIENCE:.0f} seconds"
                 ) from error
             verb = "read" if self.read_only else "written"
-            raise StoreError(f"{self.file} cannot be {verb}: {sentence(error)}") from error
+            kind = next((kind for words, kind in KINDS.items() if words in str(error)), StoreError)
+            raise kind(f"{self.file} cannot be {verb}: {sentence(error)}") from error
 
     @contextmanager
     def writing(self, alone: bool = False) -> Iterator[None]:
@@ -270,7 +287,7 @@ class Database:
         if self.damage:
             raise DamagedStore(self.damage)
         if self.read_only:
-            raise StoreError(f"{self.file} was opened to read only")
+            raise ReadOnlyStore(f"{self.file} was opened to read only")
 
     @contextmanager
     def reading(self) -> Iterator[None]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -20,6 +22,7 @@ from titans.text.location import default_store, is_server
 from titans.text.ranking import Eviction, Ranking, choose_evicted
 from titans.text.records import (
     MAX_FOUND,
+    MAX_NUMBER,
     Event,
     Found,
     OtherEncoder,
@@ -27,6 +30,7 @@ from titans.text.records import (
     Scope,
     StoreError,
     UnknownRecord,
+    UsedRequest,
     check_count,
     check_filters,
     check_metadata,
@@ -63,6 +67,21 @@ class Update(NamedTuple):
     record: Record
     vector: np.ndarray | None  # None: the text stays
     keep_old: bool
+
+
+class Request(NamedTuple):
+    """A call that may be made again: nothing of it can be read from what the store keeps.
+
+    What is kept of the texts cannot be guessed without the name, of which only a hash is kept.
+    """
+
+    key: str
+    digest: str
+
+    @classmethod
+    def make(cls, name: str, said: Any) -> Request:
+        """Of a name and of what was said under it."""
+        return cls(*(hashlib.sha256(text.encode()).hexdigest() for text in (name, json.dumps([name, said]))))
 
 
 class Known(NamedTuple):
@@ -173,11 +192,13 @@ class Memory:
         metadata: Mapping[str, Any] | None = None,
         role: str | None = None,
         created: str | datetime | None = None,
+        request: str | None = None,
     ) -> Record:
-        """Remembers a text; it is on the disk when this returns."""
+        """Remembers a text; it is on the disk when this returns. For ``request`` see :meth:`add_many`."""
         return self.add_many(
-            [text], user=user, agent=agent, session=session, metadata=metadata, role=role, created=created
-        )[0]
+            [text], user=user, agent=agent, session=session, metadata=metadata, role=role, created=created,
+            request=request,
+        )[0]  # fmt: skip
 
     def add_many(
         self,
@@ -189,19 +210,24 @@ class Memory:
         metadata: Mapping[str, Any] | Sequence[Mapping[str, Any] | None] | None = None,
         role: str | Sequence[str | None] | None = None,
         created: str | datetime | Sequence[str | datetime] | None = None,
+        request: str | None = None,
     ) -> list[Record]:
         """Remembers texts of one scope, in their order: all of them or, if anything is wrong with one, none.
 
         ``metadata``, ``role`` and ``created`` apply to all of them, or are lists with one entry per text.
+
+        ``request`` is a name that the caller gives to this call, so that it can be made again if its answer was lost:
+        within a day, the same call with the same name writes nothing and returns the records of the first. Another call
+        with that name of the same user raises a :class:`titans.text.records.UsedRequest`.
         """
         if isinstance(texts, str):
             raise ValueError("texts is one text; expected a list of them")
         scope = Scope(user, agent, session)
         now = datetime.now(timezone.utc)
+        times = _for_each(created, len(texts), "created")
         of_each = zip(
-            texts, _for_each(metadata, len(texts), "metadata"), _for_each(role, len(texts), "role"),
-            _for_each(created, len(texts), "created"), strict=True,
-        )  # fmt: skip
+            texts, _for_each(metadata, len(texts), "metadata"), _for_each(role, len(texts), "role"), times, strict=True
+        )
         records = []
         for index, (text, data, who, at) in enumerate(of_each):
             # A microsecond apart: of two versions of a statement the one that was told later is the newer.
@@ -213,13 +239,16 @@ class Memory:
                     metadata=check_metadata(data), created=moment, updated=moment,
                 )
             )  # fmt: skip
-        return self._write(records, merge=True)
+        if request is None:
+            return self._write(records, merge=True)
+        said = [scope.names, [(record.said, at and record.created) for record, at in zip(records, times, strict=True)]]
+        return self._write(records, merge=True, request=Request.make(check_name(request, "request"), said))
 
-    def _write(self, records: Sequence[Record], merge: bool = False) -> list[Record]:
+    def _write(self, records: Sequence[Record], merge: bool = False, request: Request | None = None) -> list[Record]:
         """Writes records in one transaction, each scope's memory with them; returns them as they are in the store.
 
         With ``merge``, exact repeats are counted instead of written, and new versions of a statement are linked to the
-        one before.
+        one before. A ``request`` has records of one scope, and is noted in the same transaction.
         """
         if not records:
             return []
@@ -238,6 +267,11 @@ class Memory:
             self._check_fits()
             # In a fixed order, so that two writers never wait for each other.
             rows = {scope: self.store.make_scope(scope) for scope in sorted(groups, key=lambda scope: scope.names)}
+            if request is not None:
+                owner = rows[records[0].scope].user
+                answer = self._find_answer(owner, request, records[0].user)
+                if answer is not None:
+                    return answer
             for scope, row in rows.items():
                 members = groups[scope]
                 if merge:
@@ -262,6 +296,8 @@ class Memory:
                 self._count_repeat(seqs[index], records[index].created)
             told = self.store.records({seqs[index] for index in repeats})
             written = [told.get(seqs[index], record) for index, record in enumerate(written)]
+            if request is not None:
+                self.store.put_request(owner, request.key, request.digest, [record.id for record in written])
             self._write_uses()
         for scope_id, known in memories.items():
             self._remember(scope_id, known)
@@ -270,6 +306,19 @@ class Memory:
             for user in {record.user for record in records}:
                 self.store.build_index(user)
         return written
+
+    def _find_answer(self, owner: int, request: Request, user: str) -> list[Record] | None:
+        """What a request wrote before, as it is now; None if it is a new one."""
+        before = self.store.find_request(owner, request.key)
+        if before is None:
+            return None
+        digest, ids = before
+        if digest != request.digest:
+            raise UsedRequest("the request has the name of another one; expected a new name for each")
+        found = [self.store.find(id, user) for id in ids]
+        if None in found:
+            raise UsedRequest("what the request wrote before was erased since; expected a new name to write it again")
+        return [record for _, record in filter(None, found)]
 
     def _find_repeats(
         self,
@@ -462,7 +511,35 @@ class Memory:
         limit = check_count(limit, "limit", 1)
         with self.store.reading():
             selection = self.store.select(scope, tests)
-            return [] if selection is None else self.store.newest(selection, limit)
+            return [] if selection is None else list(self.store.newest(selection, limit).values())
+
+    def page(
+        self,
+        *,
+        user: str = "default",
+        agent: str | None = None,
+        session: str | None = None,
+        filters: Mapping[str, Any] | None = None,
+        limit: int = 100,
+        cursor: str | None = None,
+    ) -> tuple[list[Record], str | None]:
+        """As :meth:`records`, and where the next page begins: the ``cursor`` to ask with; None after the last."""
+        scope, tests = Scope(user, agent, session), check_filters(filters)
+        limit = check_count(limit, "limit", 1, MAX_FOUND)
+        before = MAX_NUMBER if cursor is None else _check_cursor(cursor)
+        with self.store.reading():
+            selection = self.store.select(scope, tests)
+            found = {} if selection is None else self.store.newest(selection, limit + 1, before)
+        numbers = list(found)[:limit]
+        return [found[number] for number in numbers], str(numbers[-1]) if len(found) > limit else None
+
+    def export_page(
+        self, user: str | None = None, limit: int = BATCH, cursor: str | None = None
+    ) -> tuple[list[Record], str | None]:
+        """As :meth:`page`, of all records or those of a user, oldest first: others can write between two pages."""
+        with self.store.reading():
+            found = self.store.records_after(0 if cursor is None else _check_cursor(cursor), user, limit)
+        return list(found.values()), str(max(found)) if found else None
 
     def update(
         self,
@@ -739,11 +816,17 @@ class Memory:
         the same id, text and scope, is skipped, so that an import that was cut off can be run again; without an id, one
         with the same text, role, metadata and scope.
         """
+        return self.import_records(read_records(Path(path)), str(path), progress)
+
+    def import_records(
+        self, records_of_lines: Iterable[tuple[int, Record, bool]], source: str, progress: Progress | None = None
+    ) -> int:
+        """As :meth:`import_`, from what :func:`titans.text.records.parse_records` gives."""
         self.store.require_writable()
         records: list[Record] = []
         told: set[tuple[Scope, Any]] = set()  # by lines without an id
-        for number, record, has_id in read_records(Path(path)):
-            if has_id and self._is_there(number, record, path):
+        for number, record, has_id in records_of_lines:
+            if has_id and self._is_there(number, record, source):
                 continue
             if not has_id:
                 if (record.scope, record.said) in told or self._was_told(record):
@@ -764,13 +847,13 @@ class Memory:
                 progress(done, len(records), "writing")
         return done
 
-    def _is_there(self, number: int, record: Record, path: str | Path) -> bool:
+    def _is_there(self, number: int, record: Record, source: str) -> bool:
         with self.store.reading():
             found = self.store.find(record.id, None)
         if found is None:
             return False
         if (found[1].text, found[1].scope) != (record.text, record.scope):
-            raise ValueError(f"{path}, line {number}: the store has another record with the id {record.id!r}")
+            raise ValueError(f"{source}, line {number}: the store has another record with the id {record.id!r}")
         return True
 
     def _was_told(self, record: Record) -> bool:
@@ -885,6 +968,12 @@ def open_store(path: str | Path, read_only: bool = False) -> Store:
 
         return PostgresStore(str(path), read_only)
     return SqliteStore(path, read_only)
+
+
+def _check_cursor(cursor: str) -> int:
+    if not re.fullmatch("[0-9]{1,19}", cursor):
+        raise ValueError(f"cursor is {ascii(cursor)[:60]}; expected what the page before gave")
+    return min(int(cursor), MAX_NUMBER)
 
 
 def _for_each(value: Any, many: int, name: str) -> list[Any]:

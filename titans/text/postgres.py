@@ -12,6 +12,7 @@ replicas are the administrator's.
 
 from __future__ import annotations
 
+import json
 import zlib
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from titans.text.records import DamagedStore, Event, Record, Scope, StoreError, utc_now
+from titans.text.records import MAX_NUMBER, DamagedStore, Event, Record, Scope, StoreError, utc_now
 
 try:
     import psycopg  # noqa: F401
@@ -28,10 +29,11 @@ except ImportError:
     raise StoreError("a store on a PostgreSQL server needs psycopg: pip install titan-memory[postgres]") from None
 
 from titans.text.postgres_connection import Numbers, load_vectors
-from titans.text.postgres_schema import TABLES, quote
+from titans.text.postgres_schema import TABLES, lock_key, quote
 from titans.text.postgres_search import Finder, of_scopes, passing
 from titans.text.sqlite import to_record
 from titans.text.store import (
+    PART,
     WORD,
     ScopeRow,
     Selection,
@@ -41,11 +43,11 @@ from titans.text.store import (
     checksum,
     encode_body,
     follow,
+    oldest_request,
     to_event,
     to_json,
 )
 
-PART = 1_000  # records that are fetched at a time
 ROW = (
     "r.id, r.text, u.name, s.agent, s.session, r.role, r.metadata::text, r.created, r.updated, r.surprise, r.version,"
     " r.uses, r.repeats, r.replaces, r.sum, r.seq"
@@ -224,11 +226,12 @@ class PostgresStore(Finder, Store):
 
     def _remove_user(self, column: str, value: Any) -> None:
         """Removes a user without scopes, unless somebody is making one, who has locked the row."""
-        self._run(
+        gone = self._column(
             f"DELETE FROM users WHERE id IN (SELECT u.id FROM users u WHERE u.{column} = %s"
-            " AND NOT EXISTS (SELECT 1 FROM scopes WHERE user_id = u.id) FOR UPDATE SKIP LOCKED)",
+            " AND NOT EXISTS (SELECT 1 FROM scopes WHERE user_id = u.id) FOR UPDATE SKIP LOCKED) RETURNING id",
             (value,),
         )
+        self._run("DELETE FROM requests WHERE user_id = ANY(%s)", (gone,))
 
     def list_scopes(self, user: str | None) -> list[tuple[Scope, int]]:
         """Every scope that has records, or those of a user, and how many records each has."""
@@ -377,26 +380,44 @@ class PostgresStore(Finder, Store):
         rows = {row[-1]: row for row in self._all(f"SELECT {ROW} WHERE r.seq = ANY(%s)", (Numbers(numbers),))}
         return {seq: self._to_record(rows[seq]) for seq in numbers if seq in rows}
 
-    def newest(self, selection: Selection, many: int) -> list[Record]:
-        """The newest records of a selection, newest first."""
+    def newest(self, selection: Selection, many: int, before: int = MAX_NUMBER) -> dict[int, Record]:
+        """The newest records of a selection by their numbers, which are below ``before``, newest first."""
         where, values = of_scopes(selection, "r.user_id", "r.scope")
         where += passing(selection.tests, values)
-        rows = self._all(f"SELECT {ROW} WHERE {where} ORDER BY r.seq DESC LIMIT %(many)s", {**values, "many": many})
-        return [self._to_record(row) for row in rows]
+        rows = self._all(
+            f"SELECT {ROW} WHERE {where} AND r.seq < %(before)s ORDER BY r.seq DESC LIMIT %(many)s",
+            {**values, "before": before, "many": many},
+        )
+        return {row[-1]: self._to_record(row) for row in rows}
 
-    def list_records(self, user: str | None) -> Iterator[Record]:
-        """All records, or those of a user, in their order, a few at a time."""
+    def records_after(self, seq: int, user: str | None, many: int) -> dict[int, Record]:
+        """The first records with higher numbers than ``seq``, of all or of a user, in their order."""
         of_user = "" if user is None else "AND r.user_id = (SELECT id FROM users WHERE name = %(user)s)"
-        last = 0
-        while True:
-            rows = self._all(
-                f"SELECT {ROW} WHERE r.seq > %(last)s {of_user} ORDER BY r.seq LIMIT {PART}",
-                {"last": last, "user": user},
-            )
-            yield from map(self._to_record, rows)
-            if len(rows) < PART:
-                return
-            last = rows[-1][-1]
+        rows = self._all(
+            f"SELECT {ROW} WHERE r.seq > %(seq)s {of_user} ORDER BY r.seq LIMIT %(many)s",
+            {"seq": seq, "user": user, "many": many},
+        )
+        return {row[-1]: self._to_record(row) for row in rows}
+
+    # Requests
+
+    def find_request(self, user: int, key: str) -> tuple[str, list[str]] | None:
+        """The digest of a user's request and the ids of what it wrote; None if there was no such request."""
+        # Two of the same key may go to different scopes, whose locks do not keep them apart.
+        self._run("SELECT pg_advisory_xact_lock(%s)", (lock_key(f"request {user} {key}", self.schema),))
+        row = self._one("SELECT digest, ids FROM requests WHERE user_id = %s AND key = %s", (user, key))
+        return None if row is None else (row[0], json.loads(row[1]))
+
+    def put_request(self, user: int, key: str, digest: str, ids: Sequence[str]) -> None:
+        """Notes what a request wrote, and forgets those that were made more than a day ago."""
+        self._run(
+            "DELETE FROM requests WHERE (user_id, key) IN"
+            " (SELECT user_id, key FROM requests WHERE at < %s FOR UPDATE SKIP LOCKED)",
+            (oldest_request(),),
+        )
+        self._run(
+            "INSERT INTO requests VALUES (%s, %s, %s, %s, %s)", (user, key, digest, to_json(list(ids)), utc_now())
+        )
 
     def texts(self) -> list[tuple[int, int, str]]:
         """(number, scope, text) of every record, in their order."""

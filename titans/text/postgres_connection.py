@@ -21,7 +21,7 @@ from psycopg.types import TypeInfo
 
 from titans.text.location import hide_password
 from titans.text.postgres_schema import find_extension, find_format, lock_key, prepare, quote
-from titans.text.records import StoreError
+from titans.text.records import BusyStore, FullStore, ReadOnlyStore, StoreError
 from titans.text.store import FORMAT
 from titans.words import sentence
 
@@ -43,6 +43,7 @@ SELECT set_config('tcp_keepalives_idle', '5', false), set_config('tcp_keepalives
     CASE current_setting('synchronous_commit') WHEN 'off' THEN set_config('synchronous_commit', 'on', false) END
 """
 READ = "BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY"
+KINDS = {errors.DiskFull: FullStore, errors.ReadOnlySqlTransaction: ReadOnlyStore}  # of errors, by their cause
 T = TypeVar("T")
 Values = Sequence[Any] | Mapping[str, Any]  # of the placeholders of a statement
 
@@ -174,16 +175,17 @@ class Server:
         try:
             yield
         except errors.LockNotAvailable as error:
-            raise StoreError(f"{self.name} is busy: others have been writing for {PATIENCE} seconds") from error
+            raise BusyStore(f"{self.name} is busy: others have been writing for {PATIENCE} seconds") from error
         except psycopg.Error as error:
-            said = sentence(error)
+            said, kind = sentence(error), StoreError
             if error.sqlstate is None and "FATAL:" in said:
                 said = f"refuses: {said.rpartition('FATAL:')[2].strip()}"
             elif isinstance(error, psycopg.OperationalError) and (error.sqlstate or AWAY).startswith(AWAY):
-                said = f"does not answer: {said}"
+                said, kind = f"does not answer: {said}", BusyStore
             else:
                 said = f"cannot be {'read' if self.read_only else 'written'}: {said}"
-            raise StoreError(f"{self.name} {said}") from error
+                kind = next((kind for cause, kind in KINDS.items() if isinstance(error, cause)), StoreError)
+            raise kind(f"{self.name} {said}") from error
 
     @contextmanager
     def writing(self, alone: bool = False) -> Iterator[None]:
@@ -201,7 +203,7 @@ class Server:
     def require_writable(self) -> None:
         """Raises a :class:`StoreError` if nothing can be written."""
         if self.read_only:
-            raise StoreError(f"{self.name} was opened to read only")
+            raise ReadOnlyStore(f"{self.name} was opened to read only")
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -294,7 +296,7 @@ class Server:
             raise StoreError(f"{self.name} is closed")
         places = self._places
         if not places.acquire(timeout=patience):
-            raise StoreError(f"{self.name} is busy: all {CONNECTIONS} connections of this process are in use")
+            raise BusyStore(f"{self.name} is busy: all {CONNECTIONS} connections of this process are in use")
         try:
             yield
         finally:

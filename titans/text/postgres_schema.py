@@ -15,7 +15,14 @@ from titans.words import sentence
 OLDEST_PGVECTOR = (0, 5)  # has HNSW
 # A scope's row is locked by whoever writes to it, and no other row is shared by two writers. Postings have all that
 # BM25 needs in their index, which then need not look at the table.
-SCHEMA = """
+REQUESTS = """
+CREATE TABLE requests (
+    user_id integer NOT NULL, key text COLLATE "C" NOT NULL, digest text NOT NULL, ids text NOT NULL, at text NOT NULL,
+    PRIMARY KEY (user_id, key)
+);
+CREATE INDEX requests_by_time ON requests (at);
+"""
+SCHEMA = f"""
 CREATE TABLE meta (key text PRIMARY KEY, value text);
 CREATE TABLE users (id integer GENERATED ALWAYS AS IDENTITY PRIMARY KEY, name text COLLATE "C" NOT NULL UNIQUE);
 CREATE TABLE scopes (
@@ -54,14 +61,15 @@ CREATE TABLE events (
 );
 CREATE INDEX events_of_record ON events (id, n);
 CREATE INDEX events_of_scope ON events (scope, n);
-"""
+{REQUESTS}"""
 # PostgreSQL keeps samples of columns for its planner; an erased text or name must not stay among them.
 UNSAMPLED = {
     "users": ("name",), "scopes": ("agent", "session"), "records": ("role", "text"),
     "vectors": ("vector",), "words": ("stem",), "states": ("state",), "events": ("body",),
 }  # fmt: skip
-TABLES = ("meta", "users", "scopes", "records", "vectors", "words", "states", "events")
-UPGRADES: dict[int, str] = {}  # from each older format to the next; the first one here is 2
+FIRST = ("meta", "users", "scopes", "records", "vectors", "words", "states", "events")  # tables of the oldest format
+TABLES = (*FIRST, "requests")
+UPGRADES = {2: REQUESTS}  # from each older format to the next; the first one here is 2
 
 
 def lock_key(purpose: str, schema: str = "") -> int:
@@ -111,7 +119,7 @@ def find_format(connection: Any, schema: str, name: str) -> int | None:
     ]
     if not tables:
         return None
-    if not set(TABLES) <= set(tables):
+    if not set(FIRST) <= set(tables):
         raise StoreError(f"the schema {schema!r} of {name} has tables, but is not a memory store; choose another one")
     row = connection.execute(f"SELECT value FROM {quote(connection, schema)}.meta WHERE key = 'format'").fetchone()
     if row is None:

@@ -158,7 +158,7 @@ def build_prompt(
 
 def memory_block(records: Sequence[Record], specials: Sequence[str] = ()) -> str:
     """Memories in a frame, one per line, each quoted and with who said it and when."""
-    return "\n".join([OPEN, *(_line(record, specials) for record in records), CLOSE])
+    return _frame([_line(record, specials) for record in records])
 
 
 def escape(text: str, specials: Sequence[str] = ()) -> str:
@@ -206,6 +206,10 @@ def _line(record: Record, specials: Sequence[str]) -> str:
     return f'- "{escape(record.text, specials)}" ({who}, {date})'
 
 
+def _frame(lines: Sequence[str]) -> str:
+    return "\n".join([OPEN, *lines, CLOSE])
+
+
 def _is_fact(record: Record) -> bool:
     return record.role != "assistant" and not record.text.rstrip().endswith(_ASKED)
 
@@ -232,13 +236,13 @@ def _choose(
     hits: Sequence[Hit], budget: float, many: int, count_tokens: Callable[[str], int], specials: Sequence[str]
 ) -> list[Hit]:
     """The best hits whose block stays within the budget, oldest first."""
-    used: list[Hit] = []
+    used: list[tuple[Hit, str]] = []
     for hit in hits:
         if len(used) == many:
             break
         if len(hit.record.text) > budget * LONGEST_TOKEN:
             continue
-        tried = sorted([*used, hit], key=lambda item: item.record.created)
-        if count_tokens(memory_block([item.record for item in tried], specials)) <= budget:
+        tried = sorted([*used, (hit, _line(hit.record, specials))], key=lambda item: item[0].record.created)
+        if count_tokens(_frame([line for _, line in tried])) <= budget:
             used = tried
-    return used
+    return [hit for hit, _ in used]

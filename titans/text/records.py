@@ -6,7 +6,7 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,6 +40,22 @@ class OtherEncoder(StoreError):
 
 class UnknownRecord(StoreError):
     """No record has that id, or none of that user."""
+
+
+class BusyStore(StoreError):
+    """Others have been writing for too long, or the server does not answer: it may do so later."""
+
+
+class FullStore(StoreError):
+    """There is no space left to write to."""
+
+
+class ReadOnlyStore(StoreError):
+    """Nothing can be written to the store."""
+
+
+class UsedRequest(StoreError):
+    """A request has the key of another one, or of one whose records were erased since."""
 
 
 @dataclass(frozen=True)
@@ -210,25 +226,37 @@ class Event:
 
 
 def read_records(path: Path) -> Iterator[tuple[int, Record, bool]]:
-    """The records of a file of JSON lines with their line numbers; a ``ValueError`` names the line that is wrong."""
-    seen: set[str] = set()
+    """The records of a file of JSON lines, as :func:`parse_records` gives them."""
     with path.open("rb") as stream:
-        for number, line in enumerate(stream, 1):
-            if not line.strip():
-                continue
-            try:
-                given = json.loads(line.decode("utf-8"))
-                record = Record.from_dict(given)
-            except UnicodeDecodeError:
-                raise ValueError(f"{path}, line {number} is not valid UTF-8") from None
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}, line {number} cannot be read as JSON: {error}") from None
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number}: {error}") from None
-            if record.id in seen:
-                raise ValueError(f"{path}, line {number}: the id {record.id!r} is used twice")
-            seen.add(record.id)
-            yield number, record, given.get("id") is not None
+        yield from parse_records(stream, str(path))
+
+
+def parse_records(
+    lines: Iterable[bytes], source: str, defaults: Mapping[str, Any] | None = None
+) -> Iterator[tuple[int, Record, bool]]:
+    """The records of JSON lines: the line's number, the record, and whether the line had its id.
+
+    A ``ValueError`` names the source and the line that is wrong. What a line does not have is taken from ``defaults``.
+    """
+    seen: set[str] = set()
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            given = json.loads(line.decode("utf-8"))
+            if defaults and isinstance(given, dict):
+                given |= {name: value for name, value in defaults.items() if given.get(name) is None}
+            record = Record.from_dict(given)
+        except UnicodeDecodeError:
+            raise ValueError(f"{source}, line {number} is not valid UTF-8") from None
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{source}, line {number} cannot be read as JSON: {error}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{source}, line {number}: {error}") from None
+        if record.id in seen:
+            raise ValueError(f"{source}, line {number}: the id {record.id!r} is used twice")
+        seen.add(record.id)
+        yield number, record, given.get("id") is not None
 
 
 def new_id() -> str:

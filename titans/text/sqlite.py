@@ -21,7 +21,7 @@ import numpy as np
 from titans.text.database import PATIENCE, Database
 from titans.text.index import LocalIndex, Segment, UserRow
 from titans.text.ranking import MOST_POSTINGS, bm25, count_words, rarest
-from titans.text.records import Event, Record, Scope, StoreError, new_id, utc_now
+from titans.text.records import MAX_NUMBER, Event, Record, Scope, StoreError, new_id, utc_now
 from titans.text.store import (
     OPERATORS,
     WORD,
@@ -36,6 +36,7 @@ from titans.text.store import (
     encode_body,
     follow,
     mark_word,
+    oldest_request,
     to_event,
     to_json,
 )
@@ -337,17 +338,31 @@ class SqliteStore(Database, Store):
             found |= {row[-1]: row for row in self._run(f"{sql} IN ({numbers})")}
         return found
 
-    def newest(self, selection: Selection, many: int) -> list[Record]:
-        """The newest records of a selection, newest first."""
+    def newest(self, selection: Selection, many: int, before: int = MAX_NUMBER) -> dict[int, Record]:
+        """The newest records of a selection by their numbers, which are below ``before``, newest first."""
         known = self.index.catalogue(selection.user, vectors=False)
         allowed = self.index.allowed(known, selection)
         seqs = known.seqs if allowed is None else known.seqs[allowed]
-        return list(self.records(seqs[::-1][:many]).values())
+        return self.records(seqs[: np.searchsorted(seqs, before)][::-1][:many])
 
-    def list_records(self, user: str | None) -> Iterator[Record]:
-        """All records, or those of a user, in their order, a few at a time."""
-        for row in self._run(f"SELECT {ROW} WHERE ?1 IS NULL OR u.name = ?1 ORDER BY r.seq", (user,)):
-            yield self._to_record(row)
+    def records_after(self, seq: int, user: str | None, many: int) -> dict[int, Record]:
+        """The first records with higher numbers than ``seq``, of all or of a user, in their order."""
+        of_user = "" if user is None else " AND r.user = (SELECT id FROM users WHERE name = :user)"
+        rows = self._all(
+            f"SELECT {ROW} WHERE r.seq > :seq{of_user} ORDER BY r.seq LIMIT :many",
+            {"seq": seq, "user": user, "many": many},
+        )
+        return {row[-1]: self._to_record(row) for row in rows}
+
+    def find_request(self, user: int, key: str) -> tuple[str, list[str]] | None:
+        """The digest of a user's request and the ids of what it wrote; None if there was no such request."""
+        row = self._one("SELECT digest, ids FROM requests WHERE user = ? AND key = ?", (user, key))
+        return None if row is None else (row[0], json.loads(row[1]))
+
+    def put_request(self, user: int, key: str, digest: str, ids: Sequence[str]) -> None:
+        """Notes what a request wrote, and forgets those that were made more than a day ago."""
+        self._run("DELETE FROM requests WHERE at < ?", (oldest_request(),))
+        self._run("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", (user, key, digest, json.dumps(ids), utc_now()))
 
     def texts(self) -> list[tuple[int, int, str]]:
         """(number, scope, text) of every record, in their order."""
@@ -464,7 +479,11 @@ class SqliteStore(Database, Store):
         for table in ("states", "events"):
             self._run(f"DELETE FROM {table} WHERE scope = ?", (scope,))
         self._run("DELETE FROM scopes WHERE id = ?", (scope,))
-        self._run("DELETE FROM users WHERE id = ?1 AND NOT EXISTS (SELECT 1 FROM scopes WHERE user = ?1)", (user,))
+        for table, column in (("requests", "user"), ("users", "id")):
+            self._run(
+                f"DELETE FROM {table} WHERE {column} = ?1 AND NOT EXISTS (SELECT 1 FROM scopes WHERE user = ?1)",
+                (user,),
+            )
         self.log("delete_all", scope)
         return len(seqs)
 

@@ -11,18 +11,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import numpy as np
 
 from titans.text.ranking import MOST_POSTINGS
-from titans.text.records import Event, Record, Scope
+from titans.text.records import MAX_NUMBER, Event, Record, Scope
 
-FORMAT = 2  # of the tables, in every engine
+FORMAT = 3  # of the tables, in every engine
 # A word is a run of letters and digits; scripts that are written without spaces go character by character.
 WORD = re.compile("[぀-ヿ㐀-䶿一-鿿가-힯]|(?:(?![぀-ヿ㐀-䶿一-鿿가-힯])[^\\W_])+")
 TOKENIZER = "porter unicode61 remove_diacritics 2 tokenchars '_'"
 MARK = "0_"  # of words that are stemmed for any user
+PART = 1_000  # records that are fetched at a time
+REQUESTS_KEPT = timedelta(days=1)
 OPERATORS = {"eq": "=", "ne": "<>", "gt": ">", "gte": ">=", "lt": "<", "lte": "<="}  # of filters, in SQL
 Tests = Mapping[str, Mapping[str, Any]]  # of metadata, as check_filters returns them
 
@@ -201,12 +204,19 @@ class Store(ABC):
         """Records by their sequence numbers, in that order; those that are not there are left out."""
 
     @abstractmethod
-    def newest(self, selection: Selection, many: int) -> list[Record]:
-        """The newest records of a selection, newest first."""
+    def newest(self, selection: Selection, many: int, before: int = MAX_NUMBER) -> dict[int, Record]:
+        """The newest records of a selection by their numbers, which are below ``before``, newest first."""
 
-    @abstractmethod
     def list_records(self, user: str | None) -> Iterator[Record]:
         """All records, or those of a user, in their order, a few at a time."""
+        last = 0
+        while part := self.records_after(last, user, PART):
+            yield from part.values()
+            last = max(part)
+
+    @abstractmethod
+    def records_after(self, seq: int, user: str | None, many: int) -> dict[int, Record]:
+        """The first records with higher numbers than ``seq``, of all or of a user, in their order."""
 
     @abstractmethod
     def texts(self) -> list[tuple[int, int, str]]:
@@ -258,6 +268,19 @@ class Store(ABC):
     @abstractmethod
     def unlink(self, id: str) -> None:
         """Takes a record out of its versions: what replaced it replaces from then on what it had replaced."""
+
+    # Requests: what was written for each, so that one that is sent again is not written again
+
+    @abstractmethod
+    def find_request(self, user: int, key: str) -> tuple[str, list[str]] | None:
+        """The digest of a user's request and the ids of what it wrote; None if there was no such request.
+
+        Inside :meth:`writing`, nobody else begins the same request until the transaction ends.
+        """
+
+    @abstractmethod
+    def put_request(self, user: int, key: str, digest: str, ids: Sequence[str]) -> None:
+        """Notes what a request wrote, and forgets those that were made more than a day ago."""
 
     # Memory states
 
@@ -370,6 +393,11 @@ def follow(ids: Iterable[str], following: dict[str, str]) -> dict[str, str]:
             last = following.pop(last)
         ends |= dict.fromkeys(path, ends.get(last, last))
     return {id: ends[id] for id in ids if id in ends}
+
+
+def oldest_request() -> str:
+    """The time before which requests are forgotten."""
+    return (datetime.now(timezone.utc) - REQUESTS_KEPT).isoformat(timespec="microseconds")
 
 
 def mark_word(user: int, word: str) -> str:

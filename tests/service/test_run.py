@@ -1,0 +1,90 @@
+"""A server as `titans serve` runs it: several processes, and an end that loses nothing."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.cli.commands import assert_refused
+from titans.text.encoder import TextEncoder
+from titans.text.memory import Memory
+
+
+@contextmanager
+def served(store: Path, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], str, Path]]:
+    """The process of `titans serve`, its URL and its log, once it is ready."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    log = store.with_suffix(".log")
+    arguments = [sys.executable, "-m", "titans", "serve", "--store", str(store), "--port", port, *options]
+    with log.open("wb") as stream, subprocess.Popen(arguments, stderr=stream) as process:
+        try:
+            deadline = time.monotonic() + 240
+            while True:
+                try:
+                    httpx.get(f"http://127.0.0.1:{port}/readyz", timeout=5).raise_for_status()
+                    break
+                except httpx.HTTPError:
+                    assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+                    time.sleep(0.2)
+            yield process, f"http://127.0.0.1:{port}", log
+        finally:
+            if process.poll() is None:
+                process.send_signal(signal.SIGTERM)
+            process.wait(60)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_server_that_is_stopped_under_load_finishes_its_writes(
+    tmp_path: Path, encoder: TextEncoder, workers: str
+) -> None:
+    acknowledged: list[str] = []
+
+    def write(url: str, number: int) -> None:
+        with httpx.Client(base_url=url, timeout=60) as http:
+            for index in range(10_000):
+                text = f"Fact {index} of writer {number}, which is a secret."
+                try:
+                    answer = http.post("/memories", json={"text": text, "user_id": "ada"})
+                except httpx.HTTPError:
+                    return
+                assert answer.status_code == 201, answer.text
+                acknowledged.append(text)
+
+    with served(tmp_path / "store", "--workers", workers) as (process, url, log):
+        writers = [threading.Thread(target=write, args=(url, number)) for number in range(8)]
+        for writer in writers:
+            writer.start()
+        time.sleep(3)
+        process.send_signal(signal.SIGTERM)
+        for writer in writers:
+            writer.join()
+        assert process.wait(60) in (0, -signal.SIGTERM)
+    with Memory(tmp_path / "store", encoder=encoder) as memory:
+        texts = [record.text for record in memory.records(user="ada", limit=100_000)]
+        assert memory.check() == []
+    assert len(acknowledged) > 20
+    assert set(acknowledged) <= set(texts)
+    # Not one request was cut off: each that was written was also acknowledged.
+    assert len(texts) == len(set(texts)) == len(acknowledged)
+    logged = log.read_text()
+    assert "POST /memories 201" in logged
+    assert "secret" not in logged
+    assert "ada" not in logged
+
+
+def test_a_store_that_cannot_be_opened_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "store.db").write_bytes(b"something else")
+    assert_refused(("serve", "--store", str(tmp_path / "store.db")), "is not a memory store", tmp_path, capsys)

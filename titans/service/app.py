@@ -1,0 +1,82 @@
+"""The application: one memory per process, and every door to it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio.to_thread
+from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
+
+from titans import __version__
+from titans.service import mcp, page, proxy, rest
+from titans.service.access import Keys
+from titans.service.encoding import BatchingEncoder
+from titans.service.guard import GuardMiddleware
+from titans.service.limits import LimitMiddleware, Rates
+from titans.service.metrics import Metrics
+from titans.service.problems import add_handlers
+from titans.service.settings import Settings
+from titans.text.database import can_write, locate
+from titans.text.encoder import TextEncoder
+from titans.text.location import is_server
+from titans.text.memory import Memory
+
+SPARE_THREADS = 8  # for what is not a request, such as the stream of an export
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The service as an ASGI application; its memory is open while the application runs.
+
+    ``app.state`` has the ``settings``, ``keys``, ``rates`` and ``metrics`` and, while it runs, the ``memory``.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Each request waits in a thread for the store: one that finds none would wait for those of others.
+        anyio.to_thread.current_default_thread_limiter().total_tokens = settings.limits.concurrency + SPARE_THREADS
+        with open_memory(settings, app.state.metrics) as memory:
+            app.state.memory = memory
+            yield
+        app.state.keys.close()
+
+    app = FastAPI(
+        title="Titans memory",
+        version=__version__,
+        summary="A memory for any LLM: it remembers texts, finds them again, and says what surprised it.",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+    )
+    app.state.settings = settings
+    app.state.keys = Keys(settings.keys_file)
+    app.state.rates = Rates(settings.limits.rate)
+    app.state.metrics = Metrics()
+    add_handlers(app)
+    app.include_router(rest.router)
+    app.include_router(rest.public)
+    app.include_router(proxy.router)
+    app.include_router(page.router)
+    mcp.mount(app)
+    # The last is the first that a request meets.
+    app.add_middleware(LimitMiddleware, limits=settings.limits)
+    if settings.cors:
+        app.add_middleware(CORSMiddleware, allow_origins=settings.cors, allow_methods=["*"], allow_headers=["*"])
+    app.add_middleware(GuardMiddleware, keys=app.state.keys, metrics=app.state.metrics, origins=settings.cors)
+    return app
+
+
+def open_memory(settings: Settings, metrics: Metrics) -> Memory:
+    """The memory of a server: its encoder takes the texts of concurrent requests together."""
+    encoder = settings.encoder
+    if not isinstance(encoder, TextEncoder):
+        encoder = TextEncoder.load(encoder)
+    place = settings.place
+    return Memory(place, BatchingEncoder(encoder, metrics), settings.neural, read_only=is_read_only(place))
+
+
+def is_read_only(place: str | Path) -> bool:
+    """Whether a store is there and cannot be written, so that it is opened to read."""
+    return not is_server(place) and locate(place).is_file() and not can_write(place)
