@@ -43,6 +43,7 @@ PARTS = (
     nn.RMSNorm, nn.Linear, Start,
 )  # fmt: skip
 FEW_ROWS = 8  # tokens up to which a matrix is read row by row
+CHECKPOINTING = "transformers.modeling_layers"
 
 
 class MemoryStep:
@@ -251,7 +252,7 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
 def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
     kind = next((kind for kind in BLOCKS if isinstance(block, kind)), Block)
     names = [name for name in (*vars(kind), *vars(Block)) if not name.startswith("__")]
-    own = kind is not Block and all(getattr(type(block), name) is getattr(kind, name) for name in names)
+    own = kind is not Block and all(_written(getattr(type(block), name)) is getattr(kind, name) for name in names)
     first, *others = _walk(block)
     if not own or _is_touched(first) or not all(map(_is_ordinary, others)):
         return False
@@ -269,6 +270,13 @@ def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
             return False
         tensors += [k, state.attention.v]
     return _can_step([*block.parameters()], *tensors)
+
+
+def _written(function: Any) -> Any:
+    """A method as its class has it: from 5.23 on, transformers puts its gradient checkpointing around ``forward``."""
+    while getattr(function, "__globals__", {}).get("__name__") == CHECKPOINTING:
+        function = function.__wrapped__
+    return function
 
 
 def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
