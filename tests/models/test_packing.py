@@ -245,7 +245,7 @@ def test_where_documents_begin_may_be_said_in_several_ways() -> None:
     cuts = torch.tensor(ends, dtype=torch.int32)
     assert told((1, 6), position_ids=positions) == wanted
     assert told((1, 6), seq_idx=numbers) == wanted
-    assert told((1, 6), cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=3, max_length_k=3) == wanted
+    assert told((1, 6), cu_seq_lens_q=cuts, cu_seq_lens_k=cuts) == wanted
     assert told((1, 6), position_ids=positions, seq_idx=numbers, cu_seq_lens_q=cuts) == wanted
     restart = torch.tensor([[True, False, False, True, False, True]])
     assert told((1, 6), restart=restart, position_ids=positions) == [[1, 0, 0, 1, 0, 1]]
@@ -321,5 +321,5 @@ def test_a_classifier_has_one_document_in_each_row() -> None:
     made = TitansForSequenceClassification(config("lmm", num_labels=3)).eval()
     ids = tokens(4)
     assert torch.equal(made(ids, position_ids=torch.arange(4).expand(2, -1)).logits, made(ids).logits)
-    with pytest.raises(ValueError, match="position_ids has several documents in a row; expected one"):
+    with pytest.raises(ValueError, match="a row of the batch has several documents; expected one"):
         made(ids, position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]))

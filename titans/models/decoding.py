@@ -56,6 +56,9 @@ class TitansGenerationMixin(GenerationMixin):
             inputs["attention_mask"] = None if bool(live.all()) else live[:, None]
         return inputs
 
+    def _prepare_position_ids_for_generation(self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]) -> None:
+        """None: a memory reads in order, and positions would only tell where documents begin."""
+
     def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any], **kwargs: Any) -> Any:
         mask = model_kwargs.get("attention_mask")
         if mask is None or bool(mask[:, -1].all()):

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from titans.words import nearest
 
-# how transformers' and TRL's collators say where documents begin
-DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 # what a loss takes
 LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 # what callers of language models pass to all of them
@@ -38,7 +36,6 @@ def restarts_of(
     seq_idx: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    **rest: Any,
 ) -> Tensor | None:
     """Which sequences of a call start anew, (batch,) bool, or where documents begin inside of them, (batch, time) bool.
 
@@ -51,7 +48,6 @@ def restarts_of(
         position_ids: (batch, time) or (1, time); a document goes on where they go on by one, and begins at 0.
         seq_idx: (batch, time), the number of each token's document.
         cu_seq_lens_q, cu_seq_lens_k: where the documents of the only row begin, and the end of the last.
-        rest: is ignored.
     """
     if restart is not None and (tuple(restart.shape) not in (shape[:1], shape) or restart.dtype != torch.bool):
         raise ValueError(
