@@ -34,7 +34,15 @@ from titans.layers.norm import RMSNorm
 from titans.ops.attention import frequencies
 from titans.ops.losses import Dot, Squared
 from titans.ops.native import step as native
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, can_run_native, integers, is_traced
+from titans.ops.native.library import (
+    ACTIVATION_CODES,
+    ORDINARY,
+    address,
+    addresses,
+    can_run_native,
+    integers,
+    is_traced,
+)
 from titans.ops.state import MemoryState
 
 BLOCKS = (LMMBlock, MACBlock, MAGBlock, MALBlock)
@@ -325,14 +333,16 @@ def _signature(block: nn.Module) -> list[Any]:
     """What changes when a module, a hook, or a parameter's place or value does."""
     modules = _walk(block)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    touched = any(map(_is_touched, modules))
     # Keys and values of persistent tokens are kept, and a fused optimiser or a merged adapter counts no version.
-    persistent, attention = block._parameters.get("persistent"), block._modules.get("attention")
-    kept: list[Tensor] = [] if persistent is None else [persistent]
-    to_kv = getattr(attention, "to_kv", None)
-    if persistent is not None and isinstance(to_kv, nn.Linear) and is_plain(to_kv):
-        kept.append(to_kv.weight[:, 0])
+    kept: list[Tensor] = []
+    attention, persistent = block._modules.get("attention"), block._parameters.get("persistent")
+    if attention is not None and persistent is not None and not touched:
+        sources = block._modules["attention_norm"], *map(attention._modules.get, ("to_kv", "k_norm"))
+        weights = [persistent, *(p for source in sources if source is not None for p in source._parameters.values())]
+        kept = [p for p in weights if p is not None and type(p) in ORDINARY]
     return [
-        any(map(_is_touched, modules)),
+        touched,
         list(map(id, modules)),
         list(map(Tensor.data_ptr, parameters)),
         list(map(Tensor.stride, parameters)),
