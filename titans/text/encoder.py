@@ -101,6 +101,8 @@ class TextEncoder:
         where = torch.device("cpu" if device is None else device)
         network = (_read_network(folder, where) if local else None) or _load_with_transformers(source, local, where)
         limit = network.longest
+        if limit < MIN_TOKENS:
+            raise ValueError(f"{source} can read {limit} tokens at once; expected at least {MIN_TOKENS}")
         if max_tokens is None:
             own = _read_json(folder / "sentence_bert_config.json").get("max_seq_length")
             max_tokens = min(limit, own) if isinstance(own, int) else limit
@@ -229,8 +231,8 @@ def _read_network(folder: Path, device: torch.device) -> Network | None:
         found = [[text, *text.overflowing] for text in tokenizer.encode_batch_fast(texts)]
         return [part.ids for parts in found for part in parts], [i for i, parts in enumerate(found) for _ in parts]
 
-    limits = [_read_json(folder / "tokenizer_config.json").get("model_max_length", MAX_TOKENS), MAX_TOKENS]
-    longest = int(min(*limits, model.config["max_position_embeddings"]))
+    limit = _read_json(folder / "tokenizer_config.json").get("model_max_length")
+    longest = _longest(limit, model.config["max_position_embeddings"])
     return Network(model, model.weights, tokenize, 0, model.config["hidden_size"], longest)
 
 
@@ -262,10 +264,15 @@ def _load_with_transformers(source: str, local: bool, device: torch.device) -> N
         states: Tensor = model(input_ids=ids, attention_mask=mask).last_hidden_state
         return states
 
-    longest = min(MAX_TOKENS, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
+    longest = _longest(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None))
     return Network(
         hidden, model.state_dict(), tokenize, tokenizer.pad_token_id or 0, int(model.config.hidden_size), longest
     )
+
+
+def _longest(*limits: object) -> int:
+    """Most tokens of a passage; what is not a number limits nothing."""
+    return int(min([MAX_TOKENS, *(limit for limit in limits if isinstance(limit, int | float))]))
 
 
 def _packaged() -> str:
