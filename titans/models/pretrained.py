@@ -115,5 +115,5 @@ class TitansPreTrainedModel(PreTrainedModel):
                 raise ValueError(
                     f"{source} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
                 )
-        load_whole_blocks(model, cls._no_split_modules)
+        load_whole_blocks(model)
         return (model, info) if want_info else model
