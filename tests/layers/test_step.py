@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from tests.models.cases import model, tokens
 from titans.layers.memory import NeuralMemory
@@ -144,3 +145,19 @@ def test_a_step_does_not_fit_when_a_weight_behind_the_kept_keys_changes_unannoun
     assert step is not None and step.fits(block, x)
     block.get_parameter(name).data[..., -1] += 1  # counts no version
     assert not step.fits(block, x)
+
+
+@torch.no_grad()
+def test_whoever_listens_to_all_modules_hears_every_part_of_every_token() -> None:
+    made, ids = model("mag"), tokens(8)
+    cache = made(ids[:, :6]).past_key_values
+    made(ids[:, 6:7], past_key_values=cache)
+    heard: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda module, args, y: heard.append(module))
+    try:
+        made(ids[:, 7:], past_key_values=cache)
+    finally:
+        handle.remove()
+    block = made.model.layers[1]
+    expected = [made.lm_head, *block.modules()]
+    assert not [module for module in expected if not any(module is each for each in heard)]

@@ -28,7 +28,7 @@ from titans.layers.blocks import (
     MALBlock,
     SwiGLU,
 )
-from titans.layers.linear import is_plain, is_touched
+from titans.layers.linear import are_all_touched, is_plain, is_touched
 from titans.layers.memory import ETA_MAX, INPUT_LIMIT, NeuralMemory, Start
 from titans.layers.norm import RMSNorm
 from titans.ops.attention import frequencies
@@ -245,7 +245,7 @@ def step_blocks(steps: Sequence[BlockStep], x: Tensor) -> Tensor:
 
 def is_intercepted() -> bool:
     """Whether somebody watches or changes what PyTorch does, so that it has to be asked."""
-    return is_traced() or torch.is_autocast_enabled("cpu")
+    return is_traced() or torch.is_autocast_enabled("cpu") or are_all_touched()
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
