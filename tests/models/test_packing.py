@@ -271,6 +271,23 @@ def test_padding_has_no_position() -> None:
     assert told((1, 7), longer, position_ids=torch.tensor([[3, 4, 0, 5, 0, 0, 1]])) == [[0, 0, 0, 0, 1, 0, 0]]
 
 
+def test_a_mask_may_number_the_documents() -> None:
+    made, ids = model("mag"), tokens(6)
+    mask = torch.tensor([[1, 1, 2, 2, 2, 0], [0, 1, 1, 1, 2, 3]])
+    for numbers in (mask, mask.double()):
+        assert told((2, 6), numbers) == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    output, separate = made(ids, mask, labels=ids), made(ids, mask != 0, seq_idx=mask, labels=ids)
+    assert torch.equal(output.logits, separate.logits) and torch.equal(output.loss, separate.loss)
+    assert told((1, 3), torch.full((1, 3), 2)) is None
+
+
+@pytest.mark.parametrize("value", [-1, -torch.inf, 0.5, 1.5, torch.inf, torch.nan])
+def test_a_mask_of_anything_else_is_refused(value: float) -> None:
+    for time in (1, 3):
+        with pytest.raises(ValueError, match=rf"attention_mask has {value}.*; expected 0 for padding, and 1 or a doc"):
+            model("lmm")(tokens(time, 1), torch.full((1, time), value))
+
+
 @pytest.mark.parametrize(
     ("shape", "given", "sentence"),
     [
@@ -323,3 +340,5 @@ def test_a_classifier_has_one_document_in_each_row() -> None:
     assert torch.equal(made(ids, position_ids=torch.arange(4).expand(2, -1)).logits, made(ids).logits)
     with pytest.raises(ValueError, match="a row of the batch has several documents; expected one"):
         made(ids, position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]))
+    with pytest.raises(ValueError, match="a row of the batch has several documents; expected one"):
+        made(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 2, 2]]))

@@ -113,7 +113,7 @@ class TitansModel(TitansPreTrainedModel):
         Args:
             input_ids: (batch, time), or ``inputs_embeds`` (batch, time, hidden_size).
             attention_mask: (batch, time), or longer, in which case its end counts; 0 for padding, which is skipped
-                wherever it stands.
+                wherever it stands, and otherwise 1, or the number of each token's document.
             past_key_values: what went before, changed by the call if ``use_cache``.
             use_cache: whether to return a cache to go on from; default: as the config says, but not in training.
             restart: (batch,) bool, True for the sequences that start anew here, whatever the cache has of them; or
