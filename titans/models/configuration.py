@@ -210,7 +210,9 @@ class TitansConfig(PreTrainedConfig):
         """As in the library, with what the Auto classes need to load the model without ``import titans``."""
         ours = type(self).__module__ == __name__
         if ours:
-            self.auto_map = {name: f"{LOADER.stem}.{kind}" for name, kind in AUTO_MAPS[self.model_type].items()}
+            mine = {name: f"{LOADER.stem}.{kind}" for name, kind in AUTO_MAPS[self.model_type].items()}
+            told = getattr(self, "auto_map", None) or {}
+            self.auto_map = mine | {name: place for name, place in told.items() if _is_theirs(place, save_directory)}
         super().save_pretrained(save_directory, *args, **kwargs)
         if ours:
             shutil.copyfile(LOADER, Path(save_directory) / LOADER.name)
@@ -246,6 +248,15 @@ NOT_IN_CACHE = (
     "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
     "eos_token_id", "memory_first_order", "memory_checkpoint_every", "max_position_embeddings",
 )  # fmt: skip
+
+
+def _is_theirs(place: Any, folder: str | os.PathLike[str]) -> bool:
+    """Whether an entry of an ``auto_map`` names a class of somebody else, in a file that is there or on the hub."""
+    if not isinstance(place, str):  # a pair of tokenizers
+        return True
+    repository, _, name = place.rpartition("--")
+    module = name.split(".")[0]
+    return module != LOADER.stem and (bool(repository) or (Path(folder) / f"{module}.py").is_file())
 
 
 def check_fields(

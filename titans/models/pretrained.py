@@ -81,6 +81,12 @@ class TitansPreTrainedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code and not in_part)
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """As in the library for subclasses; there, saving copies the source of the class, which ours do not need."""
+        if not cls.__module__.startswith("titans."):
+            super().register_for_auto_class(auto_class)
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded.
 
