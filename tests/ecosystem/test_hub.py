@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -107,6 +108,16 @@ def test_a_config_alone_and_a_checkpoint_of_the_trainer_name_their_classes(tmp_p
     rows = [{"input_ids": torch.arange(4), "labels": torch.arange(4)}]
     Trainer(tiny("TitansForCausalLM"), arguments, train_dataset=rows).train()
     assert is_complete(tmp_path / "run" / "checkpoint-1", "TitansForCausalLM")
+
+
+def test_a_config_goes_to_the_hub_with_the_file_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: RepoUrl(f"https://huggingface.co/{repo_id}"))
+    monkeypatch.setattr(
+        HfApi, "create_commit", lambda self, operations, **_: sent.extend(each.path_in_repo for each in operations)
+    )
+    config("mac").save_pretrained(str(tmp_path), push_to_hub=True, repo_id="me/mine")
+    assert sorted(sent) == ["config.json", "titans_model.py"]
 
 
 def test_a_config_of_somebody_else_is_saved_as_the_library_does(tmp_path: Path) -> None:
