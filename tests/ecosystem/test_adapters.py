@@ -66,6 +66,21 @@ def test_every_adapter_learns(variant: str) -> None:
     assert not still
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.filterwarnings("ignore:Unsupported layer type")
+def test_tuned_norms_learn_and_equal_the_merged_model(variant: str) -> None:
+    norms = sorted({name.split(".")[-1] for name, _ in model(variant).named_modules() if name.endswith("norm")})
+    made = peft.get_peft_model(model(variant, torch.float32), peft.LNTuningConfig(target_modules=norms))
+    made(input_ids=IDS, labels=IDS).loss.backward()
+    tuned = {name: p for name, p in made.named_parameters() if p.requires_grad}
+    assert any(".memory.norm." in name for name in tuned)
+    assert not [name for name, p in tuned.items() if p.grad is None or not p.grad.any()]
+    with torch.no_grad():
+        for p in tuned.values():
+            p += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    assert_merged_is_equal(made.eval())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", [*LINEAR, "lm_head", "embed_tokens"])

@@ -118,6 +118,89 @@ def test_padding_on_the_right_and_chunks_give_what_each_row_gives_alone(kind: st
     assert torch.equal(answers(made, None, lengths, attention_mask=mask, inputs_embeds=embedded), expected)
 
 
+WAYS: dict[str, dict[str, Any]] = {
+    "cache": {}, "no cache": {"use_cache": False}, "pieces": {"prefill_chunk_size": 2}, "beams": {"num_beams": 2},
+}  # fmt: skip
+
+
+def chosen_by(made: TitansForCausalLM, ids: Tensor, **options: Any) -> Tensor:
+    """The logits that four tokens are chosen by, (batch, 4, vocabulary)."""
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": PAD, **options}
+    found = made.generate(ids, return_dict_in_generate=True, output_logits=True, **options)
+    return torch.stack(found.logits, dim=1)
+
+
+same = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_documents_begin_in_the_prompt_only(way: str) -> None:
+    made, ids = model("lmm"), tokens(7) % END
+    expected = chosen_by(made, ids[:, 3:], **WAYS[way])
+    told: dict[str, Any] = {
+        "restart": torch.arange(7).expand(2, -1) == 3,
+        "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3]] * 2),
+        "seq_idx": torch.tensor([[0, 0, 0, 1, 1, 1, 1]] * 2),
+        "attention_mask": torch.tensor([[1, 1, 1, 2, 2, 2, 2]] * 2),
+    }
+    for name, value in told.items():
+        same(chosen_by(made, ids, **{name: value}, **WAYS[way]), expected)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_a_sequence_that_starts_anew_does_so_once(chunk: int | None) -> None:
+    made, ids = model("lmm"), tokens(9) % END
+    with torch.no_grad():
+        cache = made(ids[:, :4], use_cache=True).past_key_values
+    restart = torch.tensor([True, False])
+    found = chosen_by(made, ids, past_key_values=cache, restart=restart, prefill_chunk_size=chunk)
+    same(found, torch.cat([chosen_by(made, ids[:1, 4:]), chosen_by(made, ids[1:])]))
+
+
+@pytest.mark.parametrize("way", ["cache", "no cache", "pieces"])
+def test_what_is_said_of_tokens_moves_with_them_when_padding_is_on_the_right(way: str) -> None:
+    made, ids = model("lmm"), tokens(5) % END
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]])
+    usual = (mask.cumsum(1) - 1).masked_fill(mask == 0, 1)
+    plain = chosen_by(made, ids, attention_mask=mask, **WAYS[way])
+    same(chosen_by(made, ids, attention_mask=mask, position_ids=usual, **WAYS[way]), plain)
+    alone = torch.cat([chosen_by(made, row[None]) for row in (ids[0, 2:3], ids[1, 2:])])
+    told: list[dict[str, Any]] = [
+        {"position_ids": torch.tensor([[0, 1, 0, 1, 1], [0, 1, 0, 1, 2]])},
+        {"seq_idx": torch.tensor([[4, 4, 5, 0, 0], [4, 4, 5, 5, 5]])},
+        {"restart": torch.tensor([[0, 0, 1, 0, 1], [0, 0, 1, 0, 0]]) == 1},
+        {"attention_mask": mask * torch.tensor([1, 1, 2, 2, 2])},
+    ]
+    for documents in told:
+        same(chosen_by(made, ids, **({"attention_mask": mask} | documents), **WAYS[way]), alone)
+
+
+def test_tokens_that_a_cache_may_have_seen_are_refused() -> None:
+    made, ids = model("lmm"), tokens(10) % END
+    with torch.no_grad():
+        cache = made(ids[:, :6], use_cache=True).past_key_values
+    before = cache.copy()
+    embedded = made.get_input_embeddings()(ids)
+    wrong: list[dict[str, Any]] = [
+        {"inputs": ids[:, 6:]},
+        {"inputs": ids[:, :6]},
+        {"inputs": ids[:, 6:], "attention_mask": torch.ones(2, 4)},
+        {"inputs": ids[:, 6:], "attention_mask": torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]])},
+        {"inputs": ids[:, 6:], "attention_mask": torch.ones(2, 9)},
+        {"inputs_embeds": embedded[:, 6:]},
+        {"inputs_embeds": embedded[:, 6:], "attention_mask": torch.ones(2, 10)},
+    ]
+    options: dict[str, Any] = {"past_key_values": cache, "max_new_tokens": 2, "do_sample": False, "pad_token_id": PAD}
+    for given in wrong:
+        with pytest.raises(ValueError, match=r"seen 6 tokens, . are given and the mask covers .*; expected the whole"):
+            made.generate(**given, **options)
+    assert cache.seen == 6
+    expected = made.generate(ids[:, :7], max_new_tokens=2, do_sample=False, pad_token_id=PAD)
+    for given in ({"inputs": ids[:, :7]}, {"inputs": ids[:, 6:7], "attention_mask": torch.ones(2, 7)}):
+        options["past_key_values"] = before.copy()
+        assert torch.equal(made.generate(**given, **options)[:, -2:], expected[:, 7:])
+
+
 @pytest.mark.skipif(library(torch.float64) is None, reason="no compiler")
 def test_while_no_row_has_ended_tokens_go_through_the_compiled_step() -> None:
     made = model("mal")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import HfApi, RepoUrl
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -108,12 +110,42 @@ def test_a_config_alone_and_a_checkpoint_of_the_trainer_name_their_classes(tmp_p
     assert is_complete(tmp_path / "run" / "checkpoint-1", "TitansForCausalLM")
 
 
+def test_a_config_goes_to_the_hub_with_the_file_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+    monkeypatch.setattr(HfApi, "create_repo", lambda self, repo_id, **_: RepoUrl(f"https://huggingface.co/{repo_id}"))
+    monkeypatch.setattr(
+        HfApi, "create_commit", lambda self, operations, **_: sent.extend(each.path_in_repo for each in operations)
+    )
+    config("mac").save_pretrained(str(tmp_path), push_to_hub=True, repo_id="me/mine")
+    assert sorted(sent) == ["config.json", "titans_model.py"]
+
+
 def test_a_config_of_somebody_else_is_saved_as_the_library_does(tmp_path: Path) -> None:
     class Own(TitansConfig):
         model_type = "own"
 
     Own(**config("mac").to_dict()).save_pretrained(tmp_path)
     assert "auto_map" not in json.loads((tmp_path / "config.json").read_text()) and not list(tmp_path.glob("*.py"))
+
+
+OWN = """
+from titans import TitansForCausalLM
+class OwnModel(TitansForCausalLM): pass
+"""
+
+
+def test_a_model_of_somebody_else_is_named_beside_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_model.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    own = importlib.import_module("own_model").OwnModel
+    own.register_for_auto_class("AutoModelForCausalLM")
+    own(config("lmm")).save_pretrained(tmp_path / "own")
+    names = json.loads((tmp_path / "own" / "config.json").read_text())["auto_map"]
+    assert names["AutoModelForCausalLM"] == "own_model.OwnModel" and (tmp_path / "own" / "own_model.py").is_file()
+    assert names["AutoConfig"] == "titans_model.TitansConfig"
+    TitansForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    TitansForCausalLM.from_pretrained(tmp_path / "own").save_pretrained(tmp_path / "ours")
+    assert is_complete(tmp_path / "ours", "TitansForCausalLM")
 
 
 def test_the_file_asks_for_the_package_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:

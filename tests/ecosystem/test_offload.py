@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from tests.models.cases import VARIANTS, model, tokens
 from titans import TitansForCausalLM
+from titans.models import load_whole_blocks
 
 accelerate = pytest.importorskip("accelerate")
 
@@ -48,14 +50,25 @@ def test_weights_on_disk_give_the_same_logits_and_tokens(variant: str, where: st
     assert_same(TitansForCausalLM.from_pretrained(tmp_path / "again"), made)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_accelerate_offloads_a_model_when_told_to_load_whole_blocks(variant: str, tmp_path: Path) -> None:
+OFFLOADS: dict[str, Callable[[TitansForCausalLM, Path], object]] = {
+    "cpu": lambda made, _: accelerate.cpu_offload(made, "cpu"),
+    "disk": lambda made, folder: accelerate.disk_offload(made, folder, "cpu"),
+    "dispatched": lambda made, folder: accelerate.dispatch_model(made, MAPS["a block"], offload_dir=folder),
+    "whole blocks already": lambda made, _: accelerate.cpu_offload(
+        made, "cpu", preload_module_classes=made._no_split_modules
+    ),
+}
+
+
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=() if v == "mac" else pytest.mark.slow) for v in VARIANTS])
+@pytest.mark.parametrize("where", [pytest.param(w, marks=() if w == "cpu" else pytest.mark.slow) for w in OFFLOADS])
+def test_a_model_that_accelerate_has_offloaded_loads_whole_blocks(variant: str, where: str, tmp_path: Path) -> None:
     made, other = model(variant, torch.float32), model(variant, torch.float32)
-    accelerate.disk_offload(
-        other, tmp_path, execution_device="cpu", preload_module_classes=TitansForCausalLM._no_split_modules
-    )
+    OFFLOADS[where](other, tmp_path)
+    load_whole_blocks(other)
+    assert all(p.is_meta for p in other.model.layers[1].parameters())
     assert_same(other, made)
+    assert all(p.is_meta for p in other.model.layers[1].parameters())
 
 
 def test_a_device_map_that_offloads_a_part_of_a_block_is_refused(tmp_path: Path) -> None:

@@ -47,3 +47,15 @@ def test_a_trainer_runs_on_flattened_batches(tmp_path: Path) -> None:
     made = TitansForCausalLM(config("mag"))
     collate = DataCollatorWithFlattening(return_seq_idx=True, return_flash_attn_kwargs=True)
     assert Trainer(made, args, data_collator=collate, train_dataset=rows).train().training_loss > 0
+
+
+@pytest.mark.parametrize("column", ["position_ids", "seq_idx"])
+def test_a_trainer_hands_on_a_column_that_says_where_documents_begin(column: str, tmp_path: Path) -> None:
+    ids = [place % VOCAB for place in range(6)]
+    labels = [-100 if place == 3 else token for place, token in enumerate(ids)]  # as packers have it
+    told = {"position_ids": [0, 1, 2, 0, 1, 2], "seq_idx": [0, 0, 0, 1, 1, 1]}[column]
+    rows = Dataset.from_dict({"input_ids": [ids], "labels": [labels], column: [told]})
+    made = model("lmm", torch.float32)
+    found = Trainer(made, TrainingArguments(str(tmp_path), report_to="none", use_cpu=True)).evaluate(rows)
+    expected = loss_alone(made, torch.tensor([ids]), [0, 3])
+    assert found["eval_loss"] == pytest.approx(expected.item(), rel=1e-5)

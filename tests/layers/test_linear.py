@@ -1,4 +1,4 @@
-"""Linear layers that somebody has taken over: what they say counts, not the weight below."""
+"""Layers that somebody has taken over: what they say counts, not the weight below."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def test_a_wide_call_is_float32_under_autocast(take: Callable[[nn.Linear], nn.Mo
         torch.testing.assert_close(y, module(X))
 
 
-@pytest.mark.parametrize("name", ["to_qkv", "to_gates", "to_gate", "to_out"])
-def test_every_projection_of_a_memory_can_be_taken_over(name: str) -> None:
+@pytest.mark.parametrize("name", ["to_qkv", "to_gates", "to_gate", "to_out", "norm"])
+def test_every_projection_and_the_norm_of_a_memory_can_be_taken_over(name: str) -> None:
     torch.manual_seed(0)
     memory, merged = NeuralMemory(6, heads=2), NeuralMemory(6, heads=2)
     nn.init.normal_(memory.initial[-1])

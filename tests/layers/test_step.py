@@ -6,10 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from tests.models.cases import model, tokens
 from titans.layers.memory import NeuralMemory
-from titans.layers.step import open_memory
+from titans.layers.step import open_memory, open_step
 from titans.ops import MemoryState
 from titans.ops.native.library import library
 
@@ -128,3 +130,34 @@ def test_a_state_inside_a_chunk_of_another_rule_is_refused() -> None:
     _, state = memory(**RULES["chunked"])(stream(3, 1))
     with pytest.raises(ValueError, match="state stands inside a chunk of a memory with"):
         memory(mode="chunked", chunk_size=6).step(stream(1, 1), state)
+
+
+@pytest.mark.skipif(not NATIVE, reason="needs the compiled loops")
+@pytest.mark.parametrize(
+    "name", ["persistent", "attention_norm.weight", "attention.to_kv.weight", "attention.k_norm.weight"]
+)
+@torch.no_grad()
+def test_a_step_does_not_fit_when_a_weight_behind_the_kept_keys_changes_unannounced(name: str) -> None:
+    made = model("mag")
+    block = made.model.layers[0]
+    x = torch.zeros(2, made.config.hidden_size, dtype=torch.float64)
+    step = open_step(block, made(tokens(5)).past_key_values.states[0], x)
+    assert step is not None and step.fits(block, x)
+    block.get_parameter(name).data[..., -1] += 1  # counts no version
+    assert not step.fits(block, x)
+
+
+@torch.no_grad()
+def test_whoever_listens_to_all_modules_hears_every_part_of_every_token() -> None:
+    made, ids = model("mag"), tokens(8)
+    cache = made(ids[:, :6]).past_key_values
+    made(ids[:, 6:7], past_key_values=cache)
+    heard: list[nn.Module] = []
+    handle = register_module_forward_hook(lambda module, args, y: heard.append(module))
+    try:
+        made(ids[:, 7:], past_key_values=cache)
+    finally:
+        handle.remove()
+    block = made.model.layers[1]
+    expected = [made.lm_head, *block.modules()]
+    assert not [module for module in expected if not any(module is each for each in heard)]

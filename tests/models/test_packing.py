@@ -245,7 +245,7 @@ def test_where_documents_begin_may_be_said_in_several_ways() -> None:
     cuts = torch.tensor(ends, dtype=torch.int32)
     assert told((1, 6), position_ids=positions) == wanted
     assert told((1, 6), seq_idx=numbers) == wanted
-    assert told((1, 6), cu_seq_lens_q=cuts, cu_seq_lens_k=cuts, max_length_q=3, max_length_k=3) == wanted
+    assert told((1, 6), cu_seq_lens_q=cuts, cu_seq_lens_k=cuts) == wanted
     assert told((1, 6), position_ids=positions, seq_idx=numbers, cu_seq_lens_q=cuts) == wanted
     restart = torch.tensor([[True, False, False, True, False, True]])
     assert told((1, 6), restart=restart, position_ids=positions) == [[1, 0, 0, 1, 0, 1]]
@@ -269,6 +269,23 @@ def test_padding_has_no_position() -> None:
     assert told((1, 7), inside, restart=restart) == [[0, 0, 1, 1, 0, 1, 1]]
     longer = torch.cat([torch.ones(1, 4), inside], 1)  # a mask that covers the past
     assert told((1, 7), longer, position_ids=torch.tensor([[3, 4, 0, 5, 0, 0, 1]])) == [[0, 0, 0, 0, 1, 0, 0]]
+
+
+def test_a_mask_may_number_the_documents() -> None:
+    made, ids = model("mag"), tokens(6)
+    mask = torch.tensor([[1, 1, 2, 2, 2, 0], [0, 1, 1, 1, 2, 3]])
+    for numbers in (mask, mask.double()):
+        assert told((2, 6), numbers) == [[0, 0, 1, 0, 0, 0], [0, 0, 0, 0, 1, 1]]
+    output, separate = made(ids, mask, labels=ids), made(ids, mask != 0, seq_idx=mask, labels=ids)
+    assert torch.equal(output.logits, separate.logits) and torch.equal(output.loss, separate.loss)
+    assert told((1, 3), torch.full((1, 3), 2)) is None
+
+
+@pytest.mark.parametrize("value", [-1, -torch.inf, 0.5, 1.5, torch.inf, torch.nan])
+def test_a_mask_of_anything_else_is_refused(value: float) -> None:
+    for time in (1, 3):
+        with pytest.raises(ValueError, match=rf"attention_mask has {value}.*; expected 0 for padding, and 1 or a doc"):
+            model("lmm")(tokens(time, 1), torch.full((1, time), value))
 
 
 @pytest.mark.parametrize(
@@ -321,5 +338,7 @@ def test_a_classifier_has_one_document_in_each_row() -> None:
     made = TitansForSequenceClassification(config("lmm", num_labels=3)).eval()
     ids = tokens(4)
     assert torch.equal(made(ids, position_ids=torch.arange(4).expand(2, -1)).logits, made(ids).logits)
-    with pytest.raises(ValueError, match="position_ids has several documents in a row; expected one"):
+    with pytest.raises(ValueError, match="a row of the batch has several documents; expected one"):
         made(ids, position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 0, 1]]))
+    with pytest.raises(ValueError, match="a row of the batch has several documents; expected one"):
+        made(ids, torch.tensor([[1, 1, 1, 1], [1, 1, 2, 2]]))

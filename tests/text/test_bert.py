@@ -81,6 +81,14 @@ def edit(file: str, **fields: Any) -> Callable[[Path], object]:
     return change
 
 
+def leave_out(field: str) -> Callable[[Path], object]:
+    def change(folder: Path) -> None:
+        known = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({name: known[name] for name in known if name != field}))
+
+    return change
+
+
 def rename_weights(folder: Path) -> None:
     found = load_file(folder / "model.safetensors")
     save_file(
@@ -93,6 +101,7 @@ OTHERS = {
     "no config of the tokenizer": lambda folder: (folder / "tokenizer_config.json").unlink(),
     "more tokens": edit("tokenizer_config.json", mask_token="<mask>"),
     "another activation": edit("config.json", hidden_act="gelu_new"),
+    "no epsilon": leave_out("layer_norm_eps"),
     "a decoder": edit("config.json", is_decoder=True),
     "weights of another class": rename_weights,
 }
@@ -108,6 +117,38 @@ def test_what_is_not_quite_bert_is_left_to_transformers(
     encoder = TextEncoder.load(other)
     library = TextEncoder("any", _load_with_transformers(str(other), True, CPU), "mean", encoder.max_tokens)
     assert np.array_equal(encoder.encode(TEXTS), library.encode(TEXTS))
+
+
+NONSENSE: dict[str, Callable[[Path], object]] = {
+    "no heads": leave_out("num_attention_heads"),
+    "heads that do not divide the width": edit("config.json", num_attention_heads=5),
+    "heads in words": edit("config.json", num_attention_heads="two"),
+    "an epsilon in words": edit("config.json", layer_norm_eps="small"),
+    "a broken width": edit("config.json", hidden_size=32.5),
+}
+
+
+@pytest.mark.parametrize("change", NONSENSE.values(), ids=[name.replace(" ", "-") for name in NONSENSE])
+def test_nonsense_in_a_config_is_one_sentence(change: Callable[[Path], object], folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    change(other)
+    assert load_bert(other, CPU) is None
+    with pytest.raises(ValueError, match="cannot be loaded as a text encoder"):
+        TextEncoder.load(other)
+
+
+@pytest.mark.parametrize("limit", [None, "many", 1e30])
+def test_a_tokenizer_without_a_limit_leaves_it_to_the_model(limit: Any, folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    edit("tokenizer_config.json", model_max_length=limit)(other)
+    assert [network.longest for network in read_with_both(other)] == [512, 512]
+
+
+def test_a_tokenizer_that_allows_no_passage_is_refused(folder: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(folder, tmp_path / "other")
+    edit("tokenizer_config.json", model_max_length=3)(other)
+    with pytest.raises(ValueError, match="can read 3 tokens at once; expected at least 16"):
+        TextEncoder.load(other)
 
 
 def test_other_models_and_damaged_files_are_not_read(folder: Path, tmp_path: Path) -> None:

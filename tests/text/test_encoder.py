@@ -120,8 +120,41 @@ def test_a_folder_of_sentence_transformers_says_how_it_pools(folder: Path, tmp_p
     encoder = TextEncoder.load(target)
     assert (encoder.pooling, encoder.max_tokens) == ("cls", 100)
     assert TextEncoder.load(target, "max", max_tokens=512).pooling == "max"
-    pooling.write_text('{"pooling_mode_weightedmean_tokens": true}')
-    with pytest.raises(ValueError, match="asks for a pooling that is not known; expected one of mean, cls, max"):
+    pooling.write_text('{"embedding_dimension": 32, "pooling_mode": "cls", "include_prompt": true}')
+    assert TextEncoder.load(target).pooling == "cls"
+    for fields in (
+        {"pooling_mode_weightedmean_tokens": True},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_lasttoken": True},
+        {"pooling_mode": "lasttoken"},
+        {"pooling_mode": ["mean", "max"]},
+    ):
+        pooling.write_text(json.dumps(fields))
+        with pytest.raises(ValueError, match="asks for a pooling that is not known; expected one of mean, cls, max"):
+            TextEncoder.load(target)
+
+
+def test_a_folder_of_sentence_transformers_with_other_layers_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(folder, tmp_path / "sentences")
+    kinds = ["models.Transformer", "sentence_transformer.modules.Pooling", "models.Normalize"]
+    modules = target / "modules.json"
+    modules.write_text(json.dumps([{"type": f"sentence_transformers.{kind}"} for kind in kinds]))
+    assert TextEncoder.load(target).pooling == "mean"
+    modules.write_text(json.dumps([{"type": f"sentence_transformers.{kind}"} for kind in [*kinds, "models.Dense"]]))
+    with pytest.raises(ValueError, match=r"has a layer Dense, .* expected only Transformer, Pooling, Normalize"):
+        TextEncoder.load(target)
+    modules.write_text("[1]")
+    with pytest.raises(ValueError, match="is no list of modules; expected what sentence-transformers writes"):
+        TextEncoder.load(target)
+
+
+def test_lower_case_that_the_tokenizer_does_not_make_is_refused(folder: Path, tmp_path: Path) -> None:
+    target = shutil.copytree(folder, tmp_path / "sentences")
+    (target / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    vector = TextEncoder.load(target).encode(["Oslo"])
+    assert np.array_equal(vector, TextEncoder.load(folder).encode(["oslo"]))
+    file = target / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_lower_case": False}))
+    with pytest.raises(ValueError, match="its tokenizer keeps capitals; expected do_lower_case in tokenizer_config"):
         TextEncoder.load(target)
 
 

@@ -1,12 +1,18 @@
-"""Linear layers that an adapter, a quantiser or a hook may have taken over: what is not plain is called."""
+"""Layers that an adapter, a quantiser or a hook may have taken over: what is not plain is called."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
 
 from titans.ops.native.library import ORDINARY
+
+
+def are_all_touched() -> bool:
+    """Whether somebody listens to every module there is."""
+    return bool(_has_any_global_hook())
 
 
 def is_touched(module: nn.Module) -> bool:
@@ -16,9 +22,10 @@ def is_touched(module: nn.Module) -> bool:
     return bool(forward or backward or own["_backward_pre_hooks"] or "forward" in own)
 
 
-def is_plain(module: nn.Module) -> bool:
-    """Whether calling the module is a product with its weight and nothing else."""
-    return type(module) is nn.Linear and type(module.weight) in ORDINARY and not is_touched(module)
+def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
+    """Whether calling the module is what its class does with its weight and nothing else."""
+    ordinary = type(module) is kind and type(module.weight) in ORDINARY
+    return ordinary and not is_touched(module) and not are_all_touched()
 
 
 def first_outputs(module: nn.Linear, x: Tensor, count: int) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titans.layers.linear import call_wide, first_outputs
+from titans.layers.linear import call_wide, first_outputs, floating_dtype, is_plain
 from titans.ops import (
     Descent,
     Forgetting,
@@ -434,13 +434,18 @@ class NeuralMemory(nn.Module):
     def output(self, y: Tensor, gate: Tensor) -> Tensor:
         """What the memory network said, y (batch, heads, time, head_dim), through norm, gate and projection: (batch,
         time, dim)."""
-        out: Tensor = self.to_out(gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS))
+        if is_plain(self.norm, nn.RMSNorm):
+            gated = gate_output(y.to(gate.dtype), self.norm.weight.to(gate.dtype), gate, NORM_EPS)
+        else:
+            normed = self.norm(y.to(floating_dtype(self.norm, gate.dtype))).to(gate.dtype)
+            gated = normed.transpose(1, 2).flatten(2) * F.silu(gate)
+        out: Tensor = self.to_out(gated)
         return out
 
     def _check(self, x: Tensor, state: MemoryState | None, mask: Tensor | None) -> MemoryState:
         if x.ndim != 3 or x.shape[-1] != self.dim:
             raise ValueError(f"x has shape {tuple(x.shape)}; expected (batch, time, {self.dim})")
-        if is_transformed(x, self.norm.weight):
+        if is_transformed(x, *self.norm.parameters()):
             raise ValueError(
                 "x or the weights come from a transform of torch.func (vmap, grad, jvp), which a memory cannot take; "
                 "expected a batch, and torch.autograd"
@@ -496,7 +501,7 @@ class NeuralMemory(nn.Module):
 
     def _gate(self, x: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """theta, alpha, eta (batch, heads, time), float32 or wider; None for what is switched off."""
-        dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
+        dtype = torch.promote_types(floating_dtype(self.norm, x.dtype), torch.float32)
         raw = None
         if self.to_gates is not None:
             raw = call_wide(self.to_gates, x, dtype)

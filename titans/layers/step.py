@@ -28,13 +28,21 @@ from titans.layers.blocks import (
     MALBlock,
     SwiGLU,
 )
-from titans.layers.linear import is_plain, is_touched
+from titans.layers.linear import are_all_touched, is_plain, is_touched
 from titans.layers.memory import ETA_MAX, INPUT_LIMIT, NeuralMemory, Start
 from titans.layers.norm import RMSNorm
 from titans.ops.attention import frequencies
 from titans.ops.losses import Dot, Squared
 from titans.ops.native import step as native
-from titans.ops.native.library import ACTIVATION_CODES, address, addresses, can_run_native, integers, is_traced
+from titans.ops.native.library import (
+    ACTIVATION_CODES,
+    ORDINARY,
+    address,
+    addresses,
+    can_run_native,
+    integers,
+    is_traced,
+)
 from titans.ops.state import MemoryState
 
 BLOCKS = (LMMBlock, MACBlock, MAGBlock, MALBlock)
@@ -43,6 +51,7 @@ PARTS = (
     nn.RMSNorm, nn.Linear, Start,
 )  # fmt: skip
 FEW_ROWS = 8  # tokens up to which a matrix is read row by row
+CHECKPOINTING = "transformers.modeling_layers"
 
 
 class MemoryStep:
@@ -236,7 +245,7 @@ def step_blocks(steps: Sequence[BlockStep], x: Tensor) -> Tensor:
 
 def is_intercepted() -> bool:
     """Whether somebody watches or changes what PyTorch does, so that it has to be asked."""
-    return is_traced() or torch.is_autocast_enabled("cpu")
+    return is_traced() or torch.is_autocast_enabled("cpu") or are_all_touched()
 
 
 def linear(module: nn.Linear, x: Tensor) -> Tensor:
@@ -251,7 +260,7 @@ def linear(module: nn.Linear, x: Tensor) -> Tensor:
 def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
     kind = next((kind for kind in BLOCKS if isinstance(block, kind)), Block)
     names = [name for name in (*vars(kind), *vars(Block)) if not name.startswith("__")]
-    own = kind is not Block and all(getattr(type(block), name) is getattr(kind, name) for name in names)
+    own = kind is not Block and all(_written(getattr(type(block), name)) is getattr(kind, name) for name in names)
     first, *others = _walk(block)
     if not own or _is_touched(first) or not all(map(_is_ordinary, others)):
         return False
@@ -269,6 +278,13 @@ def _takes_block(block: Block, state: BlockState, x: Tensor) -> bool:
             return False
         tensors += [k, state.attention.v]
     return _can_step([*block.parameters()], *tensors)
+
+
+def _written(function: Any) -> Any:
+    """A method as its class has it: from 5.23 on, transformers puts its gradient checkpointing around ``forward``."""
+    while getattr(function, "__globals__", {}).get("__name__") == CHECKPOINTING:
+        function = function.__wrapped__
+    return function
 
 
 def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
@@ -317,14 +333,16 @@ def _signature(block: nn.Module) -> list[Any]:
     """What changes when a module, a hook, or a parameter's place or value does."""
     modules = _walk(block)
     parameters = [p for module in modules for p in module._parameters.values() if p is not None]
+    touched = any(map(_is_touched, modules))
     # Keys and values of persistent tokens are kept, and a fused optimiser or a merged adapter counts no version.
-    persistent, attention = block._parameters.get("persistent"), block._modules.get("attention")
-    kept: list[Tensor] = [] if persistent is None else [persistent]
-    to_kv = getattr(attention, "to_kv", None)
-    if persistent is not None and isinstance(to_kv, nn.Linear) and is_plain(to_kv):
-        kept.append(to_kv.weight[:, 0])
+    kept: list[Tensor] = []
+    attention, persistent = block._modules.get("attention"), block._parameters.get("persistent")
+    if attention is not None and persistent is not None and not touched:
+        sources = block._modules["attention_norm"], *map(attention._modules.get, ("to_kv", "k_norm"))
+        weights = [persistent, *(p for source in sources if source is not None for p in source._parameters.values())]
+        kept = [p for p in weights if p is not None and type(p) in ORDINARY]
     return [
-        any(map(_is_touched, modules)),
+        touched,
         list(map(id, modules)),
         list(map(Tensor.data_ptr, parameters)),
         list(map(Tensor.stride, parameters)),

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from titans.models.classification import TitansForSequenceClassification
     from titans.models.configuration import TitansConfig, TitansPredictionConfig
     from titans.models.modeling import TitansForCausalLM, TitansModel
+    from titans.models.offload import load_whole_blocks
     from titans.models.prediction import TitansForPrediction
     from titans.models.presets import PRESETS
     from titans.models.pretrained import TitansPreTrainedModel
@@ -22,6 +23,7 @@ _HOME = {
     "config_for": "baselines",
     "count_parameters": "baselines",
     "state_bytes": "baselines",
+    "load_whole_blocks": "offload",
     "TitansCache": "cache",
     "TitansConfig": "configuration",
     "TitansPredictionConfig": "configuration",
@@ -47,6 +49,7 @@ __all__ = [
     "build",
     "config_for",
     "count_parameters",
+    "load_whole_blocks",
     "state_bytes",
 ]
 

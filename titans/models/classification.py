@@ -13,7 +13,7 @@ from transformers.utils import logging
 from titans.models.cache import TitansCache
 from titans.models.configuration import TitansConfig
 from titans.models.modeling import TitansModel
-from titans.models.packing import DOCUMENTS, check_names, restarts_of
+from titans.models.packing import check_names, restarts_of
 from titans.models.pretrained import TitansPreTrainedModel
 
 logger = logging.get_logger(__name__)
@@ -52,6 +52,12 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | Tensor | None = None,
+        max_length_k: int | Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutputWithPast | tuple[Any, ...]:
         """As :meth:`TitansModel.forward`, and:
@@ -65,8 +71,7 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
         Returns:
             the loss, if there are labels, and logits of shape (batch, num_labels).
         """
-        check_names(self, kwargs, *DOCUMENTS, "num_items_in_batch")
-        told = {name: kwargs[name] for name in DOCUMENTS if name in kwargs}
+        check_names(self, kwargs, "num_items_in_batch")
         pad = self.config.pad_token_id
         if attention_mask is None and input_ids is not None and pad is not None:
             attention_mask = input_ids != pad
@@ -79,8 +84,9 @@ class TitansForSequenceClassification(TitansPreTrainedModel):
             output_hidden_states,
             return_dict=True,
         )
-        if told and restarts_of(output.last_hidden_state.shape[:2], attention_mask, **told) is not None:
-            raise ValueError(f"{next(iter(told))} has several documents in a row; expected one, which has one label")
+        documents = (position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+        if restarts_of(output.last_hidden_state.shape[:2], attention_mask, None, *documents) is not None:
+            raise ValueError("a row of the batch has several documents; expected one, which has one label")
         logits = self.score(self._pool(output.last_hidden_state, attention_mask))
         loss = None
         if labels is not None:

@@ -208,12 +208,24 @@ class TitansConfig(PreTrainedConfig):
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """As in the library, with what the Auto classes need to load the model without ``import titans``."""
-        ours = type(self).__module__ == __name__
-        if ours:
-            self.auto_map = {name: f"{LOADER.stem}.{kind}" for name, kind in AUTO_MAPS[self.model_type].items()}
+        if self._is_ours:
+            mine = {name: f"{LOADER.stem}.{kind}" for name, kind in AUTO_MAPS[self.model_type].items()}
+            told = getattr(self, "auto_map", None) or {}
+            self.auto_map = mine | {name: place for name, place in told.items() if _is_theirs(place, save_directory)}
         super().save_pretrained(save_directory, *args, **kwargs)
-        if ours:
-            shutil.copyfile(LOADER, Path(save_directory) / LOADER.name)
+        self._add_loader(save_directory)
+
+    def _upload_modified_files(self, working_dir: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
+        self._add_loader(working_dir)  # a file from before the saving would not count as modified
+        return super()._upload_modified_files(working_dir, *args, **kwargs)
+
+    def _add_loader(self, folder: str | os.PathLike[str]) -> None:
+        if self._is_ours:
+            shutil.copyfile(LOADER, Path(folder) / LOADER.name)
+
+    @property
+    def _is_ours(self) -> bool:
+        return type(self).__module__ == __name__
 
     @classmethod
     def register_for_auto_class(cls, auto_class: Any = "AutoConfig") -> None:
@@ -246,6 +258,15 @@ NOT_IN_CACHE = (
     "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
     "eos_token_id", "memory_first_order", "memory_checkpoint_every", "max_position_embeddings",
 )  # fmt: skip
+
+
+def _is_theirs(place: Any, folder: str | os.PathLike[str]) -> bool:
+    """Whether an entry of an ``auto_map`` names a class of somebody else, in a file that is there or on the hub."""
+    if not isinstance(place, str):  # a pair of tokenizers
+        return True
+    repository, _, name = place.rpartition("--")
+    module = name.split(".")[0]
+    return module != LOADER.stem and (bool(repository) or (Path(folder) / f"{module}.py").is_file())
 
 
 def check_fields(

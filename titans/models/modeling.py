@@ -27,7 +27,7 @@ from titans.layers.step import linear
 from titans.models.cache import TitansCache
 from titans.models.configuration import VARIANTS, TitansConfig
 from titans.models.decoding import TitansGenerationMixin
-from titans.models.packing import DOCUMENTS, LOSS, check_names, restarts_of
+from titans.models.packing import LOSS, check_names, restarts_of
 from titans.models.pretrained import TitansPreTrainedModel
 from titans.ops.frame import Frame, make_frame
 from titans.ops.native.library import is_transformed
@@ -100,6 +100,12 @@ class TitansModel(TitansPreTrainedModel):
         output_hidden_states: bool | None = None,
         return_dict: bool | None = None,
         restart: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | Tensor | None = None,
+        max_length_k: int | Tensor | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast | tuple[Any, ...]:
         """Reads a stretch of a batch of sequences.
@@ -107,19 +113,21 @@ class TitansModel(TitansPreTrainedModel):
         Args:
             input_ids: (batch, time), or ``inputs_embeds`` (batch, time, hidden_size).
             attention_mask: (batch, time), or longer, in which case its end counts; 0 for padding, which is skipped
-                wherever it stands.
+                wherever it stands, and otherwise 1, or the number of each token's document.
             past_key_values: what went before, changed by the call if ``use_cache``.
             use_cache: whether to return a cache to go on from; default: as the config says, but not in training.
             restart: (batch,) bool, True for the sequences that start anew here, whatever the cache has of them; or
                 (batch, time) bool, True where a token begins another document, which is read as if it were alone.
                 The cache then has each row's last document.
-            kwargs: where documents begin, as collators of transformers and TRL say it: ``position_ids``, ``seq_idx``,
-                ``cu_seq_lens_q`` and ``cu_seq_lens_k``, see :func:`titans.models.packing.restarts_of`.
+            position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k: where documents begin, as collators of transformers and
+                TRL say it, see :func:`titans.models.packing.restarts_of`.
+            max_length_q, max_length_k: come with them, and are not needed.
+            kwargs: what callers pass to every model.
 
         Returns:
             the last hidden states (0 at padding), the cache, and the hidden states before and after every block.
         """
-        check_names(self, kwargs, *DOCUMENTS)
+        check_names(self, kwargs)
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("expected either input_ids or inputs_embeds, and not both")
         if inputs_embeds is None:
@@ -145,8 +153,8 @@ class TitansModel(TitansPreTrainedModel):
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         frame, mask = self._compact(x, attention_mask)
-        if restart is not None or kwargs:
-            restart = restarts_of((batch, time), attention_mask, restart, **kwargs)
+        documents = (restart, position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k)
+        restart = restarts_of((batch, time), attention_mask, *documents)
         alone = time == 1 and frame is None and restart is None and not output_hidden_states
         if alone and use_cache and cache is not None and not torch.is_grad_enabled():
             y = cache.step(self.layers, x[:, 0])
@@ -250,6 +258,12 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         return_dict: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         restart: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | Tensor | None = None,
+        max_length_k: int | Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast | tuple[Any, ...]:
         """As :meth:`TitansModel.forward`, and:
@@ -261,8 +275,8 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
                 ``num_items_in_batch``, by which the summed loss is divided.
             logits_to_keep: how many logits to return, counted from the end, or which; 0: all of them.
         """
-        check_names(self, kwargs, *DOCUMENTS, *LOSS)
-        told = {name: value for name, value in kwargs.items() if name not in LOSS}
+        check_names(self, kwargs, *LOSS)
+        documents = (restart, position_ids, seq_idx, cu_seq_lens_q, cu_seq_lens_k)
         output = self.model(
             input_ids,
             attention_mask,
@@ -270,9 +284,9 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
             inputs_embeds,
             use_cache,
             output_hidden_states,
-            return_dict=True,
-            restart=restart,
-            **told,
+            True,
+            *documents,
+            **{name: value for name, value in kwargs.items() if name not in LOSS},
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         hidden = output.last_hidden_state[:, kept]
@@ -282,8 +296,8 @@ class TitansForCausalLM(TitansPreTrainedModel, TitansGenerationMixin):
         loss = None
         options = {name: kwargs[name] for name in LOSS if name in kwargs}
         if labels is not None or options.get("shift_labels") is not None:
-            if labels is not None and (restart is not None or told):
-                starts = restarts_of(output.last_hidden_state.shape[:2], attention_mask, restart, **told)
+            if labels is not None:
+                starts = restarts_of(output.last_hidden_state.shape[:2], attention_mask, *documents)
                 if starts is not None and starts.ndim == 2:
                     labels = labels.masked_fill(starts, -100)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **options)

@@ -6,14 +6,17 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 
-def load_whole_blocks(model: nn.Module, kinds: list[str]) -> None:
-    """Lets blocks of these classes load all of their offloaded weights when they are called.
+def load_whole_blocks(model: PreTrainedModel) -> None:
+    """Lets each block load all of its offloaded weights when it is called; call it after accelerate's ``cpu_offload``,
+    ``disk_offload`` or ``dispatch_model``. ``from_pretrained`` does so itself.
 
     As accelerate dispatches a model, each module loads its own when it is called, but the parts of a block read one
     another's parameters without a call.
     """
+    kinds = list(model._no_split_modules or ())
     for name, block in model.named_modules():
         hooks = list(_offloading(block)) if type(block).__name__ in kinds else []
         if not hooks:

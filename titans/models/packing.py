@@ -12,8 +12,8 @@ from torch import Tensor
 
 from titans.words import nearest
 
-# how transformers' and TRL's collators say where documents begin
-DOCUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+# how transformers' and TRL's collators say where documents begin, and we
+DOCUMENTS = ("restart", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 # what a loss takes
 LOSS = ("num_items_in_batch", "shift_labels", "ignore_index")
 # what callers of language models pass to all of them
@@ -38,7 +38,6 @@ def restarts_of(
     seq_idx: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
-    **rest: Any,
 ) -> Tensor | None:
     """Which sequences of a call start anew, (batch,) bool, or where documents begin inside of them, (batch, time) bool.
 
@@ -46,22 +45,26 @@ def restarts_of(
 
     Args:
         shape: (batch, time) of the call.
-        mask: (batch, time), or longer, in which case its end counts; 0 for padding.
+        mask: (batch, time), or longer, in which case its end counts; 0 for padding, and otherwise 1 or, as some
+            trainers pack, the number of each token's document.
         restart: (batch,) or (batch, time) bool.
         position_ids: (batch, time) or (1, time); a document goes on where they go on by one, and begins at 0.
         seq_idx: (batch, time), the number of each token's document.
         cu_seq_lens_q, cu_seq_lens_k: where the documents of the only row begin, and the end of the last.
-        rest: is ignored.
     """
     if restart is not None and (tuple(restart.shape) not in (shape[:1], shape) or restart.dtype != torch.bool):
         raise ValueError(
             f"restart has shape {tuple(restart.shape)} and dtype {restart.dtype}; "
             f"expected {shape[:1]} or {shape}, and bool"
         )
+    mask = None if mask is None else mask[:, mask.shape[1] - shape[1] :]
+    numbers = None if mask is None or _is_plain(mask) else mask
     if shape[1] < 2:
         return restart if restart is None or restart.ndim == 1 else restart.any(1)
-    real = None if mask is None else mask[:, mask.shape[1] - shape[1] :].to(torch.bool)
+    real = None if mask is None else mask.to(torch.bool)
     told = {}  # where a token begins a document that is not the first of its row
+    if numbers is not None:
+        told["attention_mask"] = _changes(numbers, real)
     if restart is not None and restart.ndim == 2:
         told["restart"] = _changes(restart.cumsum(1), real)
     if position_ids is not None:
@@ -86,6 +89,25 @@ def restarts_of(
     if restart is not None:
         starts[:, 0] = restart
     return starts
+
+
+def on_tokens(starts: Tensor, real: Tensor) -> Tensor:
+    """``starts`` (batch, time) where padding may move: a document that begins with padding begins after it."""
+    numbers = starts.cumsum(1)
+    before, follows = _before(numbers, real)
+    return real & (numbers > before * follows)
+
+
+def _is_plain(mask: Tensor) -> bool:
+    """Whether a mask has nothing but 0 and 1; it is refused if it has no numbers of documents either."""
+    if mask.dtype == torch.bool or bool(((mask == 0) | (mask == 1)).all()):
+        return True
+    wrong = mask[(mask < 0) | (mask != mask.to(torch.int64))]
+    if wrong.numel():
+        raise ValueError(
+            f"attention_mask has {wrong[0].item()}; expected 0 for padding, and 1 or a document's number for tokens"
+        )
+    return False
 
 
 def _of_positions(positions: Tensor, shape: tuple[int, int], real: Tensor | None) -> Tensor:

