@@ -311,10 +311,14 @@ def test_many_memories_stay_quick(full: Server, open_page: Open) -> None:
     page.keyboard.press("/")
     begun = time.perf_counter()
     page.keyboard.type("whales")
-    page.locator("#results .memory").first.wait_for()
+    page.locator("#results .memory .text", has_text="whales").first.wait_for()
     search = time.perf_counter() - begun
-    print(f"first memories {timeline:.2f} s, 1,000 more {scrolling:.1f} s, first results {search:.2f} s")
-    assert "whales" in texts_of(page, "#results")[0]
+    begun = time.perf_counter()
+    page.locator("#query").fill("Which note is about trains?")
+    page.locator("#results .memory .text", has_text="trains").first.wait_for()
+    following = time.perf_counter() - begun
+    print(f"first memories {timeline:.2f} s, 1,000 more {scrolling:.1f} s")
+    print(f"first results {search:.2f} s, next {following:.2f} s")
     assert timeline < 5 and search < 5  # seconds, on a busy machine
 
 
