@@ -70,10 +70,11 @@ class World:
         for scope in SCOPES:
             found = self.server.memory.get(self.ids.get(scope, "none"), user=scope.user)
             if found is None or self.secrets[scope] not in found.text:
+                request = None if scope in self.secrets else f"request of {scope}"
                 self.secrets[scope] = uuid.uuid4().hex
                 (record,) = self.server.memory.add_many(
                     [f"The secret of {scope.user} is {self.secrets[scope]}."], user=scope.user, agent=scope.agent,
-                    session=scope.session, metadata={"of": scope.user}, request=f"request of {scope}",
+                    session=scope.session, metadata={"of": scope.user}, request=request,
                 )  # fmt: skip
                 self.ids[scope] = record.id
 
@@ -82,7 +83,7 @@ class World:
         memory = self.server.memory
         records = memory.records(user=scope.user, agent=scope.agent, session=scope.session, limit=1000)
         return [
-            (record.id, record.text, record.metadata, record.version, record.repeats, record.uses)
+            (record.id, record.text, record.metadata, record.version, record.repeats)
             for record in records
             if record.scope == scope
         ]
@@ -207,11 +208,7 @@ def hold(world: World, key: Key, asked: list[tuple[Call, int]]) -> None:
         for scope in foreign:
             assert world.ids[scope] in sent or world.ids[scope] not in came, f"{call} by {key} shows an id of {scope}"
     for scope in foreign if "write" in key.rights else SCOPES:
-        before, after = states[scope], world.state(scope)
-        if scope in foreign:
-            assert after == before, f"{asked} by {key} changed {scope}"
-        else:  # a search counts what it found
-            assert [each[:-1] for each in after] == [each[:-1] for each in before]
+        assert world.state(scope) == states[scope], f"{asked} by {key} changed {scope}"
 
 
 ASKED = st.lists(calls(), min_size=1, max_size=6)
@@ -244,3 +241,16 @@ def test_the_calls_find_what_they_may(world: World) -> None:
     for call in calls:
         _, came = send(world, key, call, world.ids[own])
         assert world.secrets[own] in came, (call, came)
+
+
+def test_a_key_that_may_only_write_reads_nothing_by_writing(world: World) -> None:
+    world.fill()
+    own = Scope("ada", "bot", None)
+    key = next(each for each in world.keys if (each.user, each.agent, each.rights) == ("ada", "bot", ("write",)))
+    for call in (
+        ("PUT", "/memories/{id}", {"json": {"metadata": {"seen": True}}}),
+        rpc("tools/call", {}, name="update_memory", arguments={"id": "{id}", "metadata": {"seen": True}}),
+    ):
+        _, came = send(world, key, call, world.ids[own])
+        assert world.secrets[own] not in came
+        assert "this key may not read" in came
