@@ -225,6 +225,20 @@ def test_slow_clients_do_not_keep_others_waiting(hasty: Server) -> None:
     assert psutil.Process().num_fds() <= before + 5
 
 
+def test_headers_that_do_not_arrive_are_given_up(hasty: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titans.service.protocol.HEADER_SECONDS", 0.3)
+    port = hasty.url.rpartition(":")[2]
+    whole = f"GET /healthz HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n"
+    for sent in ("", "GET /sta", whole + "X-Slow: "):
+        begun = time.monotonic()
+        assert exchange(hasty, sent.encode(), seconds=10) == ""
+        assert 0.25 < time.monotonic() - begun < 5
+    with httpx.Client(base_url=hasty.url) as patient:  # who takes time between requests is not hung up on
+        first = patient.get("/healthz").extensions["network_stream"].get_extra_info("client_addr")
+        time.sleep(0.5)
+        assert patient.get("/healthz").extensions["network_stream"].get_extra_info("client_addr") == first
+
+
 @pytest.mark.slow
 def test_what_is_refused_leaves_no_memory_behind(hasty: Server) -> None:
     body = json.dumps({"text": "x" * (3 << 20)}).encode()

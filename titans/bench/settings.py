@@ -33,6 +33,11 @@ def _check_names(name: str, chosen: Sequence[str], known: Collection[str]) -> No
             raise ValueError(f"{name} has {one!r}: {nearest(one, known)}")
 
 
+def _check_url(store: str | None) -> None:
+    if store is not None and not store.startswith(("postgresql://", "postgres://")):
+        raise ValueError(f"store is {store}; expected a URL such as postgresql://USER:PASSWORD@HOST/DATABASE")
+
+
 @dataclass(frozen=True)
 class Settings:
     """What a benchmark measures; a value that cannot be measured raises a ValueError with one sentence."""
@@ -212,8 +217,28 @@ class TextBenchmarkSettings(Settings):
         super().__post_init__()
         if not Path(self.texts).is_dir():
             raise ValueError(f"texts is {self.texts}, which is no folder; expected a folder of .txt files")
-        if self.store is not None and not self.store.startswith(("postgresql://", "postgres://")):
-            raise ValueError(f"store is {self.store}; expected a URL such as postgresql://USER:PASSWORD@HOST/DATABASE")
+        _check_url(self.store)
+
+
+@dataclass(frozen=True)
+class ServiceBenchmarkSettings(Settings):
+    """Of `titans bench service`."""
+
+    seconds: int = _option("Seconds of searching and writing.", 60)
+    clients: int = _option("Clients at the same time.", 64)
+    writes: int = _option("Requests of a hundred that write; the others search.", 20, least=0)
+    records: int = _option("Records in the store before.", 1000, least=0)
+    chats: int = _option("Chats that are timed.", 200)
+    store: str | None = _option(
+        "URL of a PostgreSQL database to measure, in a schema that is dropped afterwards.", None
+    )
+    threads: int = _option("CPU threads of the server's encoder.", 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.writes > 100:
+            raise ValueError(f"writes is {self.writes}; expected at most 100")
+        _check_url(self.store)
 
 
 @dataclass(frozen=True)

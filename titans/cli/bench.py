@@ -75,6 +75,11 @@ BENCHMARKS = {
         "A text memory with many records", "TextBenchmarkSettings", "run_text_benchmark",
         ("transformers", "usearch"), "text", keeps=True,
     ),
+    "service": Benchmark(
+        "Measure `titans serve` under load: throughput, times, errors, memory, and what it adds to a chat.",
+        "The memory as a service", "ServiceBenchmarkSettings", "run_service_benchmark",
+        ("fastapi", "usearch"), "serve", resident=True,
+    ),
     "flops": Benchmark(
         "Estimate the operations and GPU hours of training a model with chunked memory.",
         "Operations of training a model", "FlopsSettings", "flops_report", ("transformers",), "models", quick=False,

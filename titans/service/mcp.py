@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -78,9 +78,10 @@ class View:
     use: Callable[[], AbstractContextManager[Memory]]
     watch: Callable[[str, Input], AbstractContextManager[None]] = lambda name, given: nullcontext()
 
-    async def run(self, right: Right, act: Callable[[Memory, Scope], T]) -> T:
-        """What a function makes of the memory, in a thread, if the client has the right to it."""
-        self.caller.require(right)
+    async def run(self, rights: Sequence[Right], act: Callable[[Memory, Scope], T]) -> T:
+        """What a function makes of the memory, in a thread, if the client has the rights to it."""
+        for right in rights:
+            self.caller.require(right)
 
         def run() -> T:
             with self.use() as memory:
@@ -90,11 +91,11 @@ class View:
 
 
 class Tool(NamedTuple):
-    """A tool as it is offered, the form of its arguments, the right that it needs, and what it does."""
+    """A tool as it is offered, the form of its arguments, the rights that it needs, and what it does."""
 
     offer: types.Tool
     arguments: type[Input]
-    right: Right
+    rights: tuple[Right, ...]
     run: Run
 
 
@@ -156,7 +157,7 @@ class Stats(BaseModel):
 
 
 def tool(
-    arguments: type[Input], result: type[BaseModel], right: Right, destructive: bool = False
+    arguments: type[Input], result: type[BaseModel], *rights: Right, destructive: bool = False
 ) -> Callable[[Run], Run]:
     """Offers a function as a tool: its name and its docstring are what the model sees."""
 
@@ -168,10 +169,10 @@ def tool(
             input_schema=_schema(arguments),
             output_schema=_schema(result, "serialization"),
             annotations=types.ToolAnnotations(
-                read_only_hint=right == "read", destructive_hint=destructive, open_world_hint=False
+                read_only_hint="write" not in rights, destructive_hint=destructive, open_world_hint=False
             ),
         )
-        TOOLS[run.__name__] = Tool(offered, arguments, right, run)
+        TOOLS[run.__name__] = Tool(offered, arguments, rights, run)
         return run
 
     return offer
@@ -224,7 +225,7 @@ def get_memory(memory: Memory, scope: Scope, given: OneMemory) -> Result:
     return json.dumps(memory_of(record), ensure_ascii=False), memory_of(record)
 
 
-@tool(UpdateMemory, MemoryOut, "write", destructive=True)
+@tool(UpdateMemory, MemoryOut, "read", "write", destructive=True)  # the answer has what was there before
 def update_memory(memory: Memory, scope: Scope, given: UpdateMemory) -> Result:
     """Correct a memory. The old text is erased; for a fact that has changed since, add a new memory instead."""
     _find(memory, scope, given.id)
@@ -274,7 +275,7 @@ def make_server(view_of: Callable[[Request | None], View]) -> Server[Any]:
 
     async def list_tools(context: Context, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
         rights = view_of(context.request).caller.rights
-        return types.ListToolsResult(tools=[tool.offer for tool in TOOLS.values() if tool.right in rights])
+        return types.ListToolsResult(tools=[tool.offer for tool in TOOLS.values() if rights.issuperset(tool.rights)])
 
     async def call_tool(context: Context, params: types.CallToolRequestParams) -> types.CallToolResult:
         tool = TOOLS.get(params.name)
@@ -284,7 +285,7 @@ def make_server(view_of: Callable[[Request | None], View]) -> Server[Any]:
         try:
             given = tool.arguments.model_validate(params.arguments or {})
             with view.watch(params.name, given):
-                text, result = await view.run(tool.right, lambda memory, scope: tool.run(memory, scope, given))
+                text, result = await view.run(tool.rights, lambda memory, scope: tool.run(memory, scope, given))
         except Exception as error:
             problem = Problem(422, _sentence(error)) if isinstance(error, ValidationError) else to_problem(error)
             words = types.TextContent(text=problem.to_dict()["detail"])
@@ -297,7 +298,7 @@ def make_server(view_of: Callable[[Request | None], View]) -> Server[Any]:
         cursor = None if params is None else params.cursor
         with _as_error():
             records, following = await view_of(context.request).run(
-                "read", lambda memory, scope: memory.page(**asdict(scope), limit=LISTED, cursor=cursor)
+                ["read"], lambda memory, scope: memory.page(**asdict(scope), limit=LISTED, cursor=cursor)
             )
         return types.ListResourcesResult(resources=[_resource(each) for each in records], next_cursor=following)
 
@@ -315,7 +316,7 @@ def make_server(view_of: Callable[[Request | None], View]) -> Server[Any]:
             if not uri.startswith(SCHEME):
                 raise ValueError(f"uri is {uri[:NAMED]!a}; expected {SCHEME}ID")
             id = unquote(uri.removeprefix(SCHEME))
-            record = await view_of(context.request).run("read", lambda memory, scope: _find(memory, scope, id))
+            record = await view_of(context.request).run(["read"], lambda memory, scope: _find(memory, scope, id))
         contents = types.TextResourceContents(uri=uri, mime_type="text/plain", text=record.text)
         return types.ReadResourceResult(contents=[contents])
 

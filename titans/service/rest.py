@@ -105,6 +105,7 @@ def update(
     caller: Writer,
 ) -> dict[str, Any]:
     """Replace the text or the metadata of a memory."""
+    caller.require("read")  # the answer has what was there before
     if body.text is not None:
         check_sizes(request.app.state.settings.limits, [body.text])
     record = find_record(memory, caller, id, asked.user_id)

@@ -15,6 +15,7 @@ from uvicorn.config import LOGGING_CONFIG
 
 from titans.service.access import Keys
 from titans.service.app import create_app, is_read_only
+from titans.service.protocol import TimedProtocol
 from titans.service.settings import Limits, Settings, is_loopback
 from titans.text.encoder import TextEncoder
 from titans.text.memory import open_store
@@ -64,6 +65,7 @@ def _options(settings: Settings) -> dict[str, Any]:
     return {
         "log_config": {**LOGGING_CONFIG, "loggers": LOGGING_CONFIG["loggers"] | loggers},
         "factory": True,
+        "http": TimedProtocol,
         "host": settings.host,
         "port": settings.port,
         "log_level": settings.log_level,

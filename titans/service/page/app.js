@@ -29,13 +29,22 @@ function show(name) {
   VIEWS[name].refresh();
 }
 
-async function refresh() {
+async function refresh(again = false) {
   try {
     await scope.refreshScopes();
   } catch (error) {
     return complain(error);
   }
-  await VIEWS[shown].refresh();
+  await VIEWS[shown].refresh(again);
+  if (again) restoreFocus();
+}
+
+// What had the focus may have been drawn anew, or erased.
+function restoreFocus() {
+  if (document.activeElement !== document.body || document.querySelector("dialog[open]")) return;
+  const { id } = $("details").dataset;
+  const place = id && $(shown).querySelector(`[data-id="${CSS.escape(id)}"] .open`);
+  (place || $("main")).focus({ preventScroll: true });
 }
 
 function askForKey(problem) {
@@ -119,7 +128,8 @@ function start() {
     useKey($("key-field").value.trim());
   });
   document.addEventListener("key-wanted", (event) => askForKey(event.detail));
-  document.addEventListener("memories-changed", refresh);
+  document.addEventListener("memories-changed", () => refresh(true));
+  $("details").addEventListener("close", restoreFocus);
   scope.start(() => {
     chat.forget();
     VIEWS[shown].refresh();

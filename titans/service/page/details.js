@@ -33,6 +33,7 @@ export const labels = (memory) => make("span", { class: "labels" },
 
 export async function showDetails(memory) {
   const dialog = $("details");
+  dialog.dataset.id = memory.id;
   $("details-title").textContent = "Memory";
   $("details-body").replaceChildren(...body(memory));
   if (!dialog.open) dialog.showModal();

@@ -28,7 +28,8 @@ export function draw(name, props) {
   return element;
 }
 
-export const cut = (text, most = LONGEST) => (text.length > most ? `${text.slice(0, most).toWellFormed?.() ?? ""}…` : text);
+// Never between the halves of a character.
+export const cut = (text, most = LONGEST) => (text.length > most ? `${text.slice(0, most).replace(/[\ud800-\udbff]$/, "")}…` : text);
 export const count = (number, one, many = `${one}s`) => `${number.toLocaleString("en")} ${number === 1 ? one : many}`;
 export const quoted = (text) => `“${cut(text.replace(/\s+/g, " "), 60)}”`;
 

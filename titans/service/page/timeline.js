@@ -6,23 +6,26 @@ import { item, labels, textOf } from "./details.js";
 import { scope } from "./scope.js";
 
 const AT_A_TIME = 100;
+const MOST = 1000; // that the server gives at a time
+const ROW = 68; // pixels of a memory of one line
 const DRAWN = 240; // marks of the overview, the newest that were loaded
 const HEAD = 0.1; // height of a mark, where its surprise is; the stem below it is faint
 let running = new AbortController();
 let next = null;
 let loaded = [];
 
-export async function refresh() {
+// After a change as many as before are shown, so that the place in the list is not lost.
+export async function refresh(again = false) {
   running.abort();
   running = new AbortController();
   next = null;
-  await load(running.signal, true);
+  await load(running.signal, true, again ? Math.min(MOST, Math.max(AT_A_TIME, loaded.length)) : AT_A_TIME);
 }
 
-async function load(signal, anew = false) {
+async function load(signal, anew = false, limit = AT_A_TIME) {
   $("older").disabled = true;
   try {
-    const page = await call("GET", "memories", { query: { ...scope(), limit: AT_A_TIME, cursor: next }, signal });
+    const page = await call("GET", "memories", { query: { ...scope(), limit, cursor: next }, signal });
     if (anew) {
       $("days").replaceChildren();
       loaded = [];
@@ -42,14 +45,17 @@ async function load(signal, anew = false) {
   }
 }
 
+// A list for each page and day, which the browser leaves undrawn while it is out of sight.
 function append(memories) {
-  let list = $("days").querySelector("section:last-child ol");
-  let name = $("days").querySelector("section:last-child h2")?.textContent;
+  let list = null;
+  let name = $("days").lastElementChild?.querySelector("h2")?.textContent;
   for (const memory of memories) {
-    if (day(memory.created_at) !== name) {
-      name = day(memory.created_at);
+    const today = day(memory.created_at);
+    if (today !== name) $("days").append(make("section", { class: "day" }, make("h2", {}, today)));
+    if (today !== name || !list) {
+      name = today;
       list = make("ol", { class: "line", "aria-label": name });
-      $("days").append(make("section", { class: "day" }, make("h2", {}, name), list));
+      $("days").lastElementChild.append(list);
     }
     list.append(item(memory, { class: `memory level-${level(memory.surprise)}` },
       make("i", { class: `dot level-${level(memory.surprise)}`, "aria-hidden": "true" }),
@@ -57,6 +63,7 @@ function append(memories) {
         textOf(memory),
         make("p", { class: "meta" }, clock(memory.created_at), surpriseMark(memory.surprise), labels(memory),
           memory.replaces && make("span", {}, "a newer version")))));
+    list.style.containIntrinsicHeight = `auto ${ROW * list.childElementCount}px`;
   }
 }
 
