@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +37,8 @@ class BatchingEncoder(TextEncoder):
         self._changed = threading.Condition()
         self._at_work = False
         self._waiting: list[Call] = []
+        # Always the same thread: each that ever encoded would keep the buffers of its largest batch.
+        self._worker = ThreadPoolExecutor(1, "encoder")
 
     def encode(self, texts: Sequence[str]) -> np.ndarray:
         """Unit vectors, float32 (n, width), as of the encoder itself."""
@@ -46,7 +49,7 @@ class BatchingEncoder(TextEncoder):
             calls = [] if mine.result is not None else self._take(mine)
             self._at_work = self._at_work or bool(calls)
         if calls:
-            results = self._encode_all([call.texts for call in calls])
+            results = self._worker.submit(self._encode_all, [call.texts for call in calls]).result()
             with self._changed:
                 for call, result in zip(calls, results, strict=True):
                     call.result = result

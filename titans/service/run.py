@@ -71,6 +71,7 @@ def _options(settings: Settings) -> dict[str, Any]:
         "log_level": settings.log_level,
         "access_log": False,  # the line of a request has its query, which may name a user
         "server_header": False,
+        "timeout_keep_alive": 75,  # longer than clients keep a connection: none is closed while a request is on its way
         "timeout_graceful_shutdown": settings.shutdown_seconds,
         "timeout_worker_healthcheck": 60,  # a worker answers nothing while it loads the encoder
     }
