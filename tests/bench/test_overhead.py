@@ -19,6 +19,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(overhead, "TEXT", 4000)
 
 
+@pytest.mark.slow
 def test_both_loops_are_timed_in_every_round() -> None:
     seen: list[int] = []
     settings = OverheadBenchmarkSettings(**QUICK | {"steps": 3, "rounds": 2})

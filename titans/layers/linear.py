@@ -24,13 +24,19 @@ def is_touched(module: nn.Module) -> bool:
 
 def is_plain(module: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether calling the module is what its class does with its weight and nothing else."""
-    ordinary = type(module) is kind and type(module.weight) in ORDINARY
-    return ordinary and not is_touched(module) and not are_all_touched()
+    return _is_own(module, kind) and not are_all_touched()
+
+
+def _is_own(module: nn.Module, kind: type[nn.Module]) -> bool:
+    return type(module) is kind and type(module.weight) in ORDINARY and not is_touched(module)
 
 
 def first_outputs(module: nn.Linear, x: Tensor, count: int) -> Tensor:
-    """The first ``count`` channels of ``module(x)``, without the work of the others where that can be."""
-    if is_plain(module):
+    """The first ``count`` channels of ``module(x)``, without the work of the others where that can be.
+
+    Whoever listens to all modules, as a counter of operations does, is not to change what is computed.
+    """
+    if _is_own(module, nn.Linear):
         return F.linear(x, module.weight[:count], None if module.bias is None else module.bias[:count])
     y: Tensor = module(x)
     return y[..., :count]
