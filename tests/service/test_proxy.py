@@ -215,6 +215,12 @@ def test_the_name_of_a_user_may_have_any_letters(proxy: Server) -> None:
     assert [record.text for record in records(proxy, "Zoë 李")] == [LESSON, ANSWER]
 
 
+def test_a_part_without_a_text_says_nothing(proxy: Server, user: str) -> None:
+    headers = ask(proxy, user, [{"type": "text"}, {"type": "text", "text": LESSON}])
+    assert headers["x-memory-status"] == "ok"
+    assert [record.text for record in records(proxy, user)] == [LESSON, ANSWER]
+
+
 def test_agents_and_sessions_have_memories_of_their_own(proxy: Server, user: str) -> None:
     ask(proxy, user, LESSON, **{"X-Memory-Agent": "coach", "X-Memory-Session": "monday"})
     assert {(record.agent, record.session) for record in records(proxy, user)} == {("coach", "monday")}
@@ -413,6 +419,7 @@ def test_ids_of_any_characters_are_safe_in_a_header() -> None:
         (b"{}", {}, 400, "messages is missing"),
         (b'{"messages": [5]}', {}, 400, "a message cannot be read"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}', {}, 400, "a message cannot"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}', {}, 400, "a message cannot"),
         (b'{"messages": [{"role": "user", "content": "Hi."}]}', {"X-Memory": "maybe"}, 400, "X-Memory is 'maybe'"),
         (b'{"messages": [{"role": "user", "content": "Hi."}]}', {"X-Memory-User": ""}, 422, "user"),
     ],

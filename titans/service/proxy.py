@@ -85,7 +85,7 @@ def _anthropic_text(data: Any) -> str:
 def _text_of(content: Any) -> str:
     """The text of a message's content, which may have several parts, some of them not texts."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if part.get("type") == "text")
+        return "\n".join(part.get("text") or "" for part in content if part.get("type") == "text")
     return content if isinstance(content, str) else ""
 
 
@@ -466,7 +466,9 @@ def _upstream_problems(headers: Mapping[str, str] | None = None) -> Iterator[Non
         raise Problem(504, "the upstream does not answer in time", headers) from error
     except httpx.ConnectError as error:
         raise Problem(502, "the upstream cannot be reached", headers) from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+        raise Problem(502, "the request cannot be sent to the upstream as it is", headers) from error
+    except httpx.HTTPError as error:
         raise Problem(502, "the upstream broke off", headers) from error
 
 
