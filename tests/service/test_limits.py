@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 
 import httpx
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.service.conftest import Serve, Server
-from titans.service.encoding import BatchingEncoder
+from titans.service.encoding import TOGETHER, BatchingEncoder
 from titans.service.limits import Rates
 from titans.service.metrics import Metrics
 from titans.service.problems import Problem
@@ -144,3 +145,38 @@ def test_what_is_wrong_with_one_text_is_no_others_affair(encoder: TextEncoder) -
     assert isinstance(results[1], ValueError)
     with pytest.raises(ValueError, match="expected"):
         together.encode([None])  # type: ignore[list-item]
+
+
+class Watched(TextEncoder):
+    """An encoder that notes what it is given, and begins when it may."""
+
+    name, pooling, max_tokens, width, fingerprint = "watched", "mean", 256, 1, ""  # type: ignore[assignment]
+
+    def __init__(self) -> None:
+        self.begun, self.may = threading.Semaphore(0), threading.Event()
+        self.batches: list[list[str]] = []
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray:
+        self.batches.append(list(texts))
+        self.begun.release()
+        self.may.wait()
+        return np.array([[len(text)] for text in texts], dtype=np.float32)
+
+
+def test_a_question_does_not_wait_for_the_whole_of_a_long_write() -> None:
+    watched = Watched()
+    together = BatchingEncoder(watched, Metrics())
+    long = [f"{i} " + "word " * 1000 for i in range(50)]
+    with ThreadPoolExecutor(3) as threads:
+        writes = [threads.submit(together.encode, long)]
+        assert watched.begun.acquire(timeout=10)
+        writes.append(threads.submit(together.encode, long))
+        question = threads.submit(together.encode, ["short"])
+        while len(together._waiting) < 2:
+            time.sleep(0.001)
+        watched.may.set()
+        assert question.result(10).tolist() == [[5]]
+        for write in writes:
+            assert write.result(10)[:, 0].tolist() == [len(text) for text in long]
+    assert "short" in watched.batches[1] + watched.batches[2]
+    assert max(sum(map(len, batch)) for batch in watched.batches) <= TOGETHER

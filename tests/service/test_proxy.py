@@ -8,11 +8,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 from typing import Any
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -24,7 +25,7 @@ from tests.service.upstream import CALL, Upstream, answering
 from tests.text.endpoint import closed_port
 from titans.cli import app as cli
 from titans.service import Limits
-from titans.service.proxy import _join
+from titans.service.proxy import _events, _join
 from titans.text.records import FullStore, Record
 
 WORDS = ("Your", " lesson", " is", " on", " Tuesday", ".")
@@ -215,6 +216,18 @@ def test_the_name_of_a_user_may_have_any_letters(proxy: Server) -> None:
     assert [record.text for record in records(proxy, "Zoë 李")] == [LESSON, ANSWER]
 
 
+def test_a_part_without_a_text_says_nothing(proxy: Server, user: str) -> None:
+    headers = ask(proxy, user, [{"type": "text"}, {"type": "text", "text": LESSON}])
+    assert headers["x-memory-status"] == "ok"
+    assert [record.text for record in records(proxy, user)] == [LESSON, ANSWER]
+
+
+def test_a_request_that_is_sent_again_is_no_repetition(proxy: Server, user: str) -> None:
+    for name in ("one", "one", "two"):
+        ask(proxy, user, LESSON, **{"Idempotency-Key": name})
+    assert [(record.text, record.repeats) for record in records(proxy, user)] == [(LESSON, 1), (ANSWER, 1)]
+
+
 def test_agents_and_sessions_have_memories_of_their_own(proxy: Server, user: str) -> None:
     ask(proxy, user, LESSON, **{"X-Memory-Agent": "coach", "X-Memory-Session": "monday"})
     assert {(record.agent, record.session) for record in records(proxy, user)} == {("coach", "monday")}
@@ -350,6 +363,45 @@ def test_an_upstream_that_breaks_off_ends_in_an_error_event_and_what_came_is_kep
     assert (answer.text, answer.metadata) == (ANSWER, {"model": "broken", "stopped": True})
 
 
+@pytest.mark.parametrize(
+    ("model", "more"),
+    [("failing", {"stopped": True}), ("unfinished", {"stopped": True}), ("finished", {}), ("folded", {})],
+)
+def test_an_answer_is_whole_if_the_upstream_says_so_in_whatever_lines(
+    proxy: Server, user: str, model: str, more: dict[str, Any]
+) -> None:
+    body = {"model": model, "stream": True, "messages": [{"role": "user", "content": QUESTION}]}
+    proxy.http.post("/v1/chat/completions", json=body, headers={"X-Memory-User": user})
+    answer = records(proxy, user)[-1]
+    assert (answer.text, answer.metadata) == (ANSWER, {"model": model, **more})
+
+
+def test_events_pass_to_the_byte_wherever_the_stream_is_cut() -> None:
+    given = b": hi\n\ndata: 1\r\n\r\nevent: a\rdata: 2\r\rdata: 3\ndata: 4\n\n\ndata: [DONE]"
+
+    async def cut(size: int) -> list[bytes]:
+        async def parts() -> AsyncGenerator[bytes, None]:
+            for start in range(0, len(given), size):
+                yield given[start : start + size]
+
+        return [event async for events in _events(parts()) for event in events]
+
+    for size in range(1, len(given) + 1):
+        came = anyio.run(cut, size)
+        assert b"".join(came) == given
+        assert [event.strip() for event in came if event.strip()] == [
+            b": hi", b"data: 1", b"event: a\rdata: 2", b"data: 3\ndata: 4", b"data: [DONE]"
+        ]  # fmt: skip
+
+
+def test_a_client_that_does_not_wait_for_the_whole_answer_ends_the_request(proxy: Server, user: str) -> None:
+    body = {"model": "silent", "messages": [{"role": "user", "content": LESSON}]}
+    with pytest.raises(httpx.ReadTimeout):
+        proxy.http.post("/v1/chat/completions", json=body, headers={"X-Memory-User": user}, timeout=0.3)
+    until(lambda: 'status="499"' in proxy.http.get("/metrics").text)
+    until(lambda: [record.text for record in records(proxy, user)] == [LESSON])
+
+
 def test_a_client_that_goes_away_ends_the_upstream_and_what_came_is_kept(
     proxy: Server, upstream: Upstream, user: str
 ) -> None:
@@ -412,7 +464,9 @@ def test_ids_of_any_characters_are_safe_in_a_header() -> None:
         (b"[]", {}, 400, "the body is no object"),
         (b"{}", {}, 400, "messages is missing"),
         (b'{"messages": [5]}', {}, 400, "a message cannot be read"),
+        (b'{"messages": [%s{}]}' % (b"{}," * 10_000), {}, 413, "there are 10,001 messages and parts"),
         (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": 5}]}]}', {}, 400, "a message cannot"),
+        (b'{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}', {}, 400, "a message cannot"),
         (b'{"messages": [{"role": "user", "content": "Hi."}]}', {"X-Memory": "maybe"}, 400, "X-Memory is 'maybe'"),
         (b'{"messages": [{"role": "user", "content": "Hi."}]}', {"X-Memory-User": ""}, 422, "user"),
     ],

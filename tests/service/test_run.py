@@ -15,7 +15,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.cli.commands import assert_refused
+from tests.cli.commands import assert_refused, run
+from titans.service.settings import Settings
 from titans.text.encoder import TextEncoder
 from titans.text.memory import Memory
 
@@ -88,3 +89,28 @@ def test_a_server_that_is_stopped_under_load_finishes_its_writes(
 def test_a_store_that_cannot_be_opened_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "store.db").write_bytes(b"something else")
     assert_refused(("serve", "--store", str(tmp_path / "store.db")), "is not a memory store", tmp_path, capsys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"upstream": "https://example.com/v1?version=1"}, "upstream is"),
+        ({"upstream": "https://example.com/v1#"}, "upstream is"),
+        ({"upstream": "https:///v1"}, "upstream is"),
+        ({"upstream_key": ""}, "upstream_key is empty"),
+        ({"upstream_key": "secret\n"}, "upstream_key is empty or has"),
+    ],
+)
+def test_an_upstream_that_cannot_be_asked_is_refused_without_its_key(settings: dict[str, str], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence) as error:
+        Settings(**settings)  # type: ignore[arg-type]
+    assert "secret" not in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "key"), [("", None), ("ours", "ours")])
+def test_an_empty_variable_is_no_key(monkeypatch: pytest.MonkeyPatch, given: str, key: str | None) -> None:
+    started: list[Settings] = []
+    monkeypatch.setattr("titans.service.run.run", started.append)
+    monkeypatch.setenv("TITANS_UPSTREAM_KEY", given)
+    run("serve")
+    assert started[0].upstream_key == key

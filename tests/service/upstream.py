@@ -29,7 +29,9 @@ class Upstream(ThreadingHTTPServer):
     """Answers every chat with ``words``; how, the name of the model says.
 
     Models: "words"; "slow" (a twentieth of a second between words, for ever); "silent" (nothing for 3 seconds);
-    "broken" (drops the connection in the middle of an event after the words); "tools" (calls one); "limited" (429).
+    "broken" (drops the connection in the middle of an event after the words); "tools" (calls one); "limited" (429);
+    "failing" (an error event after the words), "unfinished" (an end that nothing announces), "finished" (an end
+    without [DONE]), "folded" (lines that end in a carriage return only, and two of data in an event).
     """
 
     daemon_threads = True
@@ -92,8 +94,13 @@ class _Handler(BaseHTTPRequestHandler):
             self._chunk(model, [{"tool_calls": [{"index": 0, **CALL}]}])
         else:
             self._words(model)
-        self._chunk(model, [], usage=USAGE)
-        self._send(b"data: [DONE]\n\n")
+        if model == "failing":
+            self._send(b'data: {"error": {"message": "Too much to do.", "type": "server_error"}}\n\n')
+        elif model == "finished":
+            self._send(b'data: {"choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}\n\n')
+        elif model != "unfinished":
+            self._chunk(model, [], usage=USAGE)
+            self._send(b"data: [DONE]\n\n")
         self.wfile.write(b"0\r\n\r\n")
 
     def _words(self, model: str) -> None:
@@ -132,7 +139,10 @@ class _Handler(BaseHTTPRequestHandler):
     def _chunk(self, model: str, deltas: list[dict[str, Any]], **more: Any) -> None:
         choices = [{"index": 0, "delta": delta, "finish_reason": None} for delta in deltas]
         head = {"id": "x", "object": "chat.completion.chunk", "created": 0, "model": model}
-        self._send(b"data: " + json.dumps({**head, "choices": choices, **more}).encode() + b"\n\n")
+        data = json.dumps({**head, "choices": choices, **more}).encode()
+        if model == "folded":
+            return self._send(b"data: " + data.replace(b', "choices"', b',\rdata: "choices"') + b"\r\r")
+        self._send(b"data: " + data + b"\n\n")
 
     def _send(self, data: bytes) -> None:
         self.wfile.write(f"{len(data):x}\r\n".encode() + data + b"\r\n")

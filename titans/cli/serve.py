@@ -66,7 +66,7 @@ def serve(
         run(
             Settings(
                 store, encoder, neural, host, port, keys_file, upstream,
-                upstream_key or os.environ.get("TITANS_UPSTREAM_KEY"), budget,
+                upstream_key or os.environ.get("TITANS_UPSTREAM_KEY") or None, budget,
                 Limits(body_bytes=max_body, rate=rate, concurrency=concurrency), tuple(cors), workers, log_level,
                 upstream_seconds=upstream_timeout,
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import re
@@ -9,6 +10,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from itertools import pairwise
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -35,7 +37,10 @@ CONNECT_SECONDS = 10  # until the upstream has to accept a connection
 MEMORY_SECONDS = 5  # until a request goes on without the memory
 LONGEST_HEADER = 4_000  # characters
 MODES = ("on", "read-only", "off")
-ENDS = (b"data: [DONE]", b"data:[DONE]", b"event: message_stop")  # lines after which nothing is said
+MOST_MESSAGES = 10_000  # of a chat, with their parts
+GONE = 499  # the status of a request whose client went away, in the figures
+EVENT_END = re.compile(rb"\n\n|[\r\n]\r\n?")  # an empty line, whichever way lines end
+LINE_END = re.compile(rb"\r\n|\n|\r")
 BEFORE = Layout(question=f"{RULE}\n\n{{}}")  # memories, what they are, and then the message
 SENT_ON = re.compile(r"accept|user-agent|idempotency-key|http-referer|x-title|(openai|anthropic|x-stainless)-.*")
 PASSED_BACK = re.compile(
@@ -74,8 +79,13 @@ class Dialect(NamedTuple):
 
 
 def _openai_text(data: Any) -> str:
-    first = (choice for choice in data["choices"] if choice.get("index", 0) == 0)
+    first = _first_choice(data["choices"])
     return "".join(_text_of((choice.get("delta") or choice.get("message") or {}).get("content")) for choice in first)
+
+
+def _first_choice(choices: Sequence[Any]) -> Iterator[Any]:
+    """Of several answers that a request may ask for, the first: one choice, or none in this part of a stream."""
+    return (choice for choice in choices if choice.get("index", 0) == 0)
 
 
 def _anthropic_text(data: Any) -> str:
@@ -85,7 +95,7 @@ def _anthropic_text(data: Any) -> str:
 def _text_of(content: Any) -> str:
     """The text of a message's content, which may have several parts, some of them not texts."""
     if isinstance(content, list):
-        return "\n".join(part["text"] for part in content if part.get("type") == "text")
+        return "\n".join(part.get("text") or "" for part in content if part.get("type") == "text")
     return content if isinstance(content, str) else ""
 
 
@@ -122,6 +132,7 @@ class Recollection:
     Attributes:
         scope: whose memories; None: the memory is off.
         reads, writes: what the caller may do, and wants.
+        name: that the client gave to the request, and gives again if it repeats it; None: it gave none.
         headers: what the answer says about it.
     """
 
@@ -129,6 +140,7 @@ class Recollection:
     scope: Scope | None
     reads: bool
     writes: bool
+    name: str | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
     async def recall(self, said: Said, choose: Callable[[Sequence[Hit]], Prompt]) -> Prompt:
@@ -192,7 +204,10 @@ class Recollection:
     def _store(self, text: str, role: str, metadata: dict[str, Any] | None = None) -> Record:
         assert self.scope is not None
         check_sizes(self.state.settings.limits, [text])
-        record: Record = self.state.memory.add(text, **asdict(self.scope), role=role, metadata=metadata)
+        # Another answer to the same request is another write.
+        write = repr((self.name, self.scope, role, text, metadata)).encode("utf-8", "surrogatepass")
+        name = None if self.name is None else hashlib.sha256(write).hexdigest()
+        record: Record = self.state.memory.add(text, **asdict(self.scope), role=role, metadata=metadata, request=name)
         self.state.metrics.count("titans_texts_written_total")
         return record
 
@@ -309,9 +324,30 @@ async def _chat(request: Request, dialect: Dialect) -> Response:
     caller = identify(state, request.headers)
     memory = _open(state, caller, request.headers)
     raw = await request.body()
-    body = _parse(raw)
+    return await _while_there(request, _in_shape(_answer(request, dialect, caller, memory, raw)))
+
+
+async def _while_there(request: Request, answer: Awaitable[Response]) -> Response:
+    """An answer, which is given up if the client goes away before it begins; the body has been read."""
+    response = Response(status_code=GONE)
+
+    async def watch() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(watch)
+        response = await answer
+        group.cancel_scope.cancel()
+    return response
+
+
+async def _answer(request: Request, dialect: Dialect, caller: Caller, memory: Recollection, raw: bytes) -> Response:
+    state = request.app.state
+    # Not in the event loop: others would wait until a long chat is read.
+    body, said = await run_sync(_parse, raw)
     messages = body["messages"]
-    said = _last_said(messages)
     if state.settings.upstream is not None:
 
         def choose(hits: Sequence[Hit]) -> Prompt:
@@ -323,13 +359,14 @@ async def _chat(request: Request, dialect: Dialect) -> Response:
         if prompt.used:
             assert said.place is not None
             body["messages"] = _insert(messages, said.place, prompt.messages[-1]["content"])
-            raw = json.dumps(body).encode()
+            raw = await run_sync(lambda: json.dumps(body).encode())
         model = body.get("model")
         reply = await _ask(request, caller, dialect.path, dialect, raw, memory.headers)
     elif dialect is OPENAI:
         llm: LLM = await state.local.load()
         model, asked = llm.name, read_request(body, llm.context)
-        prompt = await memory.recall(said, _for_local(llm, messages, said, state.settings.budget, asked.max_tokens))
+        fill = await run_sync(_for_local, llm, messages, said, state.settings.budget, asked.max_tokens)
+        prompt = await memory.recall(said, fill)
         kind = "text/event-stream" if asked.stream else "application/json"
         parts = state.local.answer(prompt.messages, asked)
         reply = Reply(200, {"Content-Type": kind}, parts, parts.aclose)
@@ -356,48 +393,83 @@ async def _pass_on(reply: Reply, dialect: Dialect, memory: Recollection, model: 
 async def _relay(
     parts: AsyncGenerator[bytes, None], dialect: Dialect, memory: Recollection, model: Any
 ) -> AsyncGenerator[bytes, None]:
-    """The lines of a stream as they come."""
+    """The events of a stream as they come."""
     said: list[str] = []
-    kept = False
+    complete = failed = kept = False
 
-    async def keep(whole: bool) -> None:
+    async def keep() -> None:
         nonlocal kept
         if not kept:
             kept = True
-            await memory.keep("".join(said), model, whole)
+            await memory.keep("".join(said), model, complete and not failed)
 
     try:
-        async with aclosing(_lines(parts)) as batches:
-            async for lines in batches:
+        async with aclosing(_events(parts)) as batches:
+            async for events in batches:
                 ready: list[bytes] = []
-                for line in lines:
-                    if line.strip() in ENDS:
+                for event in events:
+                    heard = _read_event(event, dialect)
+                    said.append(heard.text)
+                    complete, failed = complete or heard.is_complete, failed or heard.is_error
+                    if heard.is_last:
                         if ready:
                             yield b"".join(ready)
                         ready = []
-                        await keep(True)
-                    ready.append(line)
-                    if line.startswith(b"data:"):
-                        said.append(_read_text(line[5:], dialect))
+                        await keep()
+                    ready.append(event)
                 yield b"".join(ready)
-        await keep(True)
     except Problem as problem:
-        await keep(False)
+        await keep()
         yield b"\n\n" + dialect.error_event + json.dumps(_error(problem)).encode() + b"\n\n"
     finally:
-        await keep(False)
+        await keep()
 
 
-async def _lines(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[list[bytes], None]:
-    """The complete lines of each part: half of one, if the stream breaks off, would only confuse a client."""
+async def _events(parts: AsyncGenerator[bytes, None]) -> AsyncGenerator[list[bytes], None]:
+    """The complete events of each part: half of one, if the stream breaks off, would only confuse a client."""
     held = b""
     async with aclosing(parts):
         async for part in parts:
-            head, newline, held = (held + part).rpartition(b"\n")
-            if newline:
-                yield (head + newline).splitlines(keepends=True)
+            known = max(0, len(held) - 2)  # before this, no event ends
+            held += part
+            ends = [0, *(found.end() for found in EVENT_END.finditer(held, known))]
+            if len(ends) > 1:
+                yield [held[start:end] for start, end in pairwise(ends)]
+                held = held[ends[-1] :]
     if held:
         yield [held]
+
+
+class Heard(NamedTuple):
+    """What one event of a stream says.
+
+    Attributes:
+        text: of the answer.
+        is_complete: the answer is, after this.
+        is_last: nothing more is said at all.
+        is_error: the answer failed.
+    """
+
+    text: str = ""
+    is_complete: bool = False
+    is_last: bool = False
+    is_error: bool = False
+
+
+def _read_event(event: bytes, dialect: Dialect) -> Heard:
+    fields = [line.partition(b":") for line in LINE_END.split(event)]
+    data = b"\n".join(value.removeprefix(b" ") for name, _, value in fields if name == b"data")
+    if data.strip() == b"[DONE]":
+        return Heard(is_complete=True, is_last=True)
+    with suppress(ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        said = json.loads(data)
+        if said.get("error") or "error" in (said.get("type"), said.get("object")):
+            return Heard(is_error=True)
+        if said.get("type") == "message_stop":
+            return Heard(is_complete=True, is_last=True)
+        finished = any(choice.get("finish_reason") for choice in _first_choice(said.get("choices", ())))
+        return Heard(_read_text(data, dialect), finished)
+    return Heard()
 
 
 def _read_text(data: bytes, dialect: Dialect) -> str:
@@ -466,7 +538,9 @@ def _upstream_problems(headers: Mapping[str, str] | None = None) -> Iterator[Non
         raise Problem(504, "the upstream does not answer in time", headers) from error
     except httpx.ConnectError as error:
         raise Problem(502, "the upstream cannot be reached", headers) from error
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
+    except (httpx.LocalProtocolError, httpx.InvalidURL) as error:
+        raise Problem(502, "the request cannot be sent to the upstream as it is", headers) from error
+    except httpx.HTTPError as error:
         raise Problem(502, "the upstream broke off", headers) from error
 
 
@@ -478,10 +552,13 @@ def _open(state: State, caller: Caller, headers: Headers) -> Recollection:
     if mode == "off":
         return Recollection(state, None, False, False)
     writes = mode == "on" and "write" in caller.rights
-    return Recollection(state, scope_of_headers(caller, headers), "read" in caller.rights, writes)
+    scope = scope_of_headers(caller, headers)
+    return Recollection(state, scope, "read" in caller.rights, writes, headers.get("idempotency-key"))
 
 
-def _parse(raw: bytes) -> dict[str, Any]:
+def _parse(raw: bytes) -> tuple[dict[str, Any], Said]:
+    """The body of a request, and what the user says in it."""
+
     def refuse(name: str) -> None:
         raise ValueError(name)
 
@@ -494,6 +571,7 @@ def _parse(raw: bytes) -> dict[str, Any]:
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise Problem(400, "messages is missing; expected a list of at least one")
+    many = 0
     for item in messages:
         content = item.get("content") if isinstance(item, dict) else 0
         parts = content if isinstance(content, list) else []
@@ -501,7 +579,10 @@ def _parse(raw: bytes) -> dict[str, Any]:
             isinstance(part, dict) and isinstance(part.get("text", ""), str) for part in parts
         ):
             raise Problem(400, "a message cannot be read; expected a role, and a content that is a text or parts")
-    return body
+        many += 1 + len(parts)
+    if many > MOST_MESSAGES:
+        raise Problem(413, f"there are {many:,} messages and parts; expected at most {MOST_MESSAGES:,}")
+    return body, _last_said(messages)
 
 
 def _last_said(messages: Sequence[Mapping[str, Any]]) -> Said:

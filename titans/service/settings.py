@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import ipaddress
+import re
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -102,8 +103,13 @@ class Settings:
                 or origin != f"{parts.scheme}://{parts.netloc}"
             ):
                 raise ValueError(f"cors is {origin!r}; expected an origin such as https://app.example.com")
-        if self.upstream is not None and urlsplit(self.upstream).scheme not in ("http", "https"):
-            raise ValueError(f"upstream is {self.upstream!r}; expected a URL such as https://api.openai.com/v1")
+        if self.upstream is not None:
+            parts = urlsplit(self.upstream)
+            # Paths are added at its end.
+            if parts.scheme not in ("http", "https") or not parts.netloc or {"?", "#"} & {*self.upstream}:
+                raise ValueError(f"upstream is {self.upstream!r}; expected a URL such as https://api.openai.com/v1")
+        if self.upstream_key is not None and not re.fullmatch(r"[!-~]+", self.upstream_key):
+            raise ValueError("upstream_key is empty or has a character that no key has; expected a key, or None")
 
     @property
     def place(self) -> str | Path:
