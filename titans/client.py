@@ -33,6 +33,7 @@ BUSY = (429, 503)
 LOST = (httpx.NetworkError, httpx.RemoteProtocolError)  # it is not known whether the request was carried out
 NOT_SENT = (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout)
 Outcome = httpx.Response | httpx.HTTPError
+NAME = "Idempotency-Key"  # of a write, which is then carried out once
 LINES = {"Content-Type": "application/x-ndjson"}
 PROBLEM = "application/problem+json"
 NAMES = {"memory": "text", "user_id": "user", "agent_id": "agent", "run_id": "session", "created_at": "created",
@@ -91,7 +92,12 @@ class Call(Generic[T]):
             said = outcome.headers.get("retry-after", "")
             busy = outcome.status_code in BUSY and said.isdecimal() and int(said) <= LONGEST_PAUSE
             return float(said) if busy else None
-        again = isinstance(outcome, NOT_SENT) or (self.repeatable and isinstance(outcome, LOST))
+        named = self.headers is not None and NAME in self.headers
+        again = (
+            isinstance(outcome, NOT_SENT)
+            or (self.repeatable and isinstance(outcome, LOST))
+            or (named and isinstance(outcome, httpx.ReadTimeout))
+        )
         return FIRST_PAUSE * 2**tried if again else None
 
     def result(self, outcome: Outcome) -> T:
@@ -114,7 +120,10 @@ class Calls:
         self, text: str, *, user: str | None = None, agent: str | None = None, session: str | None = None,
         metadata: Mapping[str, Any] | None = None, role: str | None = None, request: str | None = None,
     ) -> Call[Record]:  # fmt: skip
-        """Remembers a text; it is on the server's disk when this returns. For ``request`` see :meth:`add_many`."""
+        """Remembers a text; it is on the server's disk when this returns. For ``request`` see :meth:`add_many`.
+
+        The server says when it was created; texts with times of their own are imported.
+        """
         many = self.add_many(
             [text], user=user, agent=agent, session=session, metadata=metadata, role=role, request=request
         )
@@ -129,7 +138,7 @@ class Calls:
 
         ``metadata`` applies to all of them, ``role`` to all or, as a list, to each. ``request`` names this call, so
         that it can be made again, by another process too, and still be carried out once; by default it gets a name for
-        the case that the connection is lost.
+        the case that the connection is lost or the server takes too long.
         """
         if isinstance(texts, str):
             raise ValueError("texts is one text; expected a list of them")
@@ -141,7 +150,7 @@ class Calls:
             if len(roles) != len(texts):
                 raise ValueError(f"role has {len(roles)} entries; expected {len(texts)}, one per text")
             body["messages"] = [{"role": who, "content": text} for who, text in zip(roles, texts, strict=True)]
-        headers = {"Idempotency-Key": uuid.uuid4().hex if request is None else request}
+        headers = {NAME: uuid.uuid4().hex if request is None else request}
         return Call("POST", "/memories", _records, body=body, headers=headers)
 
     def search(
@@ -254,9 +263,10 @@ class MemoryClient:
     Args:
         url: of the server.
         key: of `titans serve keys add`; None: the server has no keys.
-        timeout: seconds until the server has to answer.
+        timeout: seconds until the server has to answer; an import has as long as it takes.
         retries: how often a request is made again if the connection was lost, or the server is busy and says when to
-            come back. A write that is made again is still carried out once.
+            come back; of :meth:`add` and :meth:`add_many`, also if it did not answer in time. A write that is made
+            again is still carried out once.
     """
 
     def __init__(
@@ -323,7 +333,8 @@ class MemoryClient:
     def import_(self, path: str | Path) -> int:
         """Adds the records of a file of JSON lines; returns how many, without those that were there already."""
         with _sentences(), Path(path).open("rb") as file:
-            answer = self._http.post("/import", content=iter(lambda: file.read(PART), b""), headers=LINES)
+            parts = iter(lambda: file.read(PART), b"")
+            answer = self._http.post("/import", content=parts, headers=LINES, timeout=_patient(self._http.timeout))
         return Call("POST", "/import", _number("imported")).result(answer)
 
 
@@ -395,7 +406,9 @@ class AsyncMemoryClient:
                 while part := await asyncio.to_thread(file.read, PART):
                     yield part
 
-            answer = await self._http.post("/import", content=parts(), headers=LINES)
+            answer = await self._http.post(
+                "/import", content=parts(), headers=LINES, timeout=_patient(self._http.timeout)
+            )
         return Call("POST", "/import", _number("imported")).result(answer)
 
 
@@ -437,6 +450,11 @@ def _options(url: str, key: str | None, timeout: float) -> dict[str, Any]:
         raise ValueError("key has characters that no key has; expected one of `titans serve keys add`")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     return {"base_url": url, "headers": headers, "timeout": timeout}
+
+
+def _patient(timeout: httpx.Timeout) -> httpx.Timeout:
+    """The same, but for an answer that takes as long as it takes."""
+    return httpx.Timeout(connect=timeout.connect, read=None, write=timeout.write, pool=timeout.pool)
 
 
 def _path(id: str) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -84,6 +87,50 @@ def test_rights_and_bounds_are_what_the_key_says(guarded: Server) -> None:
         assert admin.get("/metrics").status_code == 200
 
 
+def test_a_key_that_may_only_write_learns_nothing_of_what_was_there(guarded: Server) -> None:
+    guarded.memory.add("The code of Ada's door is 1234.", user="ada", agent="door")
+    headers = {"Accept": "application/json, text/event-stream", "X-Memory-Agent": "door"}
+    with client(guarded, "scribe", user="ada", rights=("write",)) as scribe:
+        for text in ("The code of Ada's door is 1234.", "The code of Ada's door is 5678."):
+            (told,) = scribe.post("/memories", json={"text": text, "agent_id": "door"}).json()["results"]
+            call = {"name": "add_memory", "arguments": {"text": text}}
+            again = scribe.post(
+                "/mcp", headers=headers, json={"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": call}
+            ).json()["result"]
+            assert again["content"][0]["text"] == "Remembered."
+            for seen in (told, again["structuredContent"]):
+                assert (seen["memory"], seen["repeats"], seen["uses"], seen["surprise"], seen["replaces"]) == (
+                    text, 0, 0, 0, None,
+                )  # fmt: skip
+
+
+def test_an_import_tells_nothing_of_ids_of_others_and_takes_no_longer_texts(guarded: Server) -> None:
+    (theirs,) = guarded.memory.records(user="ben")
+    with client(guarded, "mover", user="cleo") as mover:
+        for imported in (1, 0):
+            answer = mover.post("/import", content=json.dumps({"id": theirs.id, "text": "Cleo sings."}))
+            assert (answer.status_code, answer.json()) == (200, {"imported": imported})
+        (own,) = mover.get("/memories").json()["results"]
+        assert own["id"] != theirs.id
+        long = mover.post("/import", content=json.dumps({"text": "word " * 20_001}))
+        assert long.status_code == 413
+        assert long.json()["detail"].startswith("the body, line 1: a text has 100,005 bytes")
+    assert guarded.memory.get(theirs.id, user="ben") == theirs
+
+
+def test_a_locked_file_of_keys_keeps_nobody_waiting_but_who_has_one(guarded: Server) -> None:
+    with client(guarded, "patient", user="ada") as patient, ThreadPoolExecutor(1) as threads:
+        with sqlite3.connect(guarded.app.state.keys.file, isolation_level=None) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            waiting = threads.submit(patient.get, "/memories")
+            time.sleep(0.1)
+            assert guarded.http.get("/healthz", timeout=2).status_code == 200
+            assert not waiting.done()
+            other.execute("ROLLBACK")
+        other.close()
+        assert waiting.result(20).status_code == 200
+
+
 def test_no_key_a_wrong_one_and_a_revoked_one_are_refused_at_once(guarded: Server) -> None:
     key = guarded.app.state.keys.add("short-lived", "ada")
     assert guarded.http.get("/memories").headers["www-authenticate"] == "Bearer"
@@ -113,8 +160,16 @@ def test_after_the_last_key_is_revoked_nobody_may_call(tmp_path: Path) -> None:
 
 
 def test_without_keys_pages_of_the_web_are_kept_out(server: Server) -> None:
-    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
-        assert server.http.get("/stats", headers=headers).status_code == 403
+    for headers in (
+        {"Host": "evil.example"},
+        {"Origin": "https://evil.example"},
+        {"Host": "["},
+        {"Origin": "http://["},
+    ):
+        for path in ("/stats", "/healthz"):
+            refused = server.http.get(path, headers=headers)
+            assert refused.status_code == 403
+            assert "IPv6" not in refused.text
     assert server.http.get("/stats", headers={"Origin": server.url}).status_code == 200
     assert "access-control-allow-origin" not in server.http.get("/stats", headers={"Origin": server.url}).headers
 

@@ -9,8 +9,9 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -153,14 +154,15 @@ def read_request(connection: socket.socket) -> bytes:
         request += connection.recv(1 << 16)
     length = re.search(rb"content-length: (\d+)", request.lower())
     end = request.index(b"\r\n\r\n") + 4 + (int(length[1]) if length else 0)
-    while len(request) < end:
+    chunked = b"transfer-encoding: chunked" in request.lower()
+    while len(request) < end or (chunked and not request.endswith(b"\r\n0\r\n\r\n")):
         request += connection.recv(1 << 16)
     return request
 
 
 @contextmanager
-def between(server: Server, *, lose: int) -> Iterator[tuple[str, list[bytes]]]:
-    """The address of something before a server that passes requests on, and loses the first answers."""
+def between(server: Server, *, lose: int = 0, delay: float = 0) -> Iterator[tuple[str, list[bytes]]]:
+    """The address of something before a server that passes requests on, and loses or delays the first answers."""
     requests: list[bytes] = []
 
     def serve(listener: socket.socket) -> None:
@@ -170,12 +172,13 @@ def between(server: Server, *, lose: int) -> Iterator[tuple[str, list[bytes]]]:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            with connection, socket.create_connection(("127.0.0.1", port)) as there:
+            with suppress(ConnectionError), connection, socket.create_connection(("127.0.0.1", port)) as there:
                 requests.append(read_request(connection))
                 there.sendall(requests[-1].replace(b"keep-alive", b"close"))
                 answer = b""
                 while part := there.recv(1 << 16):
                     answer += part
+                time.sleep(delay if len(requests) == 1 else 0)
                 if len(requests) > lose:
                     connection.sendall(answer)
 
@@ -190,6 +193,24 @@ def test_a_write_whose_answer_was_lost_is_made_once(server: Server) -> None:
         record = client.add("Ed asked twice.", user="ed")
     assert len(requests) == 3
     assert [(each.id, each.repeats) for each in server.memory.records(user="ed")] == [(record.id, 0)]
+
+
+def test_a_write_that_takes_too_long_is_made_again_and_carried_out_once(server: Server) -> None:
+    with between(server, delay=0.7) as (url, requests), MemoryClient(url, timeout=0.5) as client:
+        record = client.add("Gus asked twice.", user="gus")
+    assert len(requests) > 1
+    assert [(each.id, each.repeats) for each in server.memory.records(user="gus")] == [(record.id, 0)]
+
+
+def test_an_import_may_take_longer_than_anything_else(server: Server, tmp_path: Path) -> None:
+    (tmp_path / "lines").write_text('{"text": "Hal has time.", "user": "hal"}\n')
+    clients: list[Callable[[str], int]] = [
+        lambda url: MemoryClient(url, timeout=0.2).import_(tmp_path / "lines"),
+        lambda url: asyncio.run(AsyncMemoryClient(url, timeout=0.2).import_(tmp_path / "lines")),
+    ]
+    for added, import_ in zip((1, 0), clients, strict=True):
+        with between(server, delay=0.4) as (url, _):
+            assert import_(url) == added
 
 
 def test_what_cannot_be_repeated_is_not(server: Server) -> None:

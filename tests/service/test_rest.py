@@ -230,7 +230,7 @@ def test_a_busy_and_a_full_store_are_problems_that_pass(
 
 def test_a_store_that_can_only_be_read_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch, server: Server) -> None:
     add(server, "reader", LESSON)
-    monkeypatch.setattr("titans.service.app.can_write", lambda place: False)  # who runs the tests may write anything
+    monkeypatch.setattr("titans.service.settings.can_write", lambda place: False)  # root may write anything
     other = serve(store=server.app.state.settings.store)
     found = other.http.post("/search", json={"query": "piano", "user_id": "reader"})
     assert found.json()["results"][0]["memory"] == LESSON

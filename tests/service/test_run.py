@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -9,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -16,9 +19,12 @@ import httpx
 import pytest
 
 from tests.cli.commands import assert_refused, run
+from tests.service.conftest import running
+from titans.cli.mcp import _open as open_for_mcp
 from titans.service.settings import Settings
 from titans.text.encoder import TextEncoder
 from titans.text.memory import Memory
+from titans.text.records import ReadOnlyStore
 
 
 @contextmanager
@@ -91,6 +97,38 @@ def test_a_store_that_cannot_be_opened_is_one_sentence(tmp_path: Path, capsys: p
     assert_refused(("serve", "--store", str(tmp_path / "store.db")), "is not a memory store", tmp_path, capsys)
 
 
+def test_an_import_ends_between_two_writes_when_the_server_stops(
+    tmp_path: Path, encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titans.text.memory.BATCH", 1)
+    lines = "".join(json.dumps({"text": f"Fact {number}.", "user": "ada"}) + "\n" for number in range(500))
+    with ThreadPoolExecutor(1) as threads, running(Settings(tmp_path, encoder, port=0)) as server:
+        importing = threads.submit(httpx.post, f"{server.url}/import", content=lines, timeout=60)
+        while not server.memory.records(user="ada", limit=1):
+            time.sleep(0.01)
+    answer = importing.result()
+    assert (answer.status_code, answer.headers["content-type"]) == (503, "application/problem+json")
+    with Memory(tmp_path, encoder=encoder) as memory:
+        many = len(memory.records(user="ada", limit=500))
+    assert 0 < many < 500
+    assert answer.json()["detail"].startswith(f"the server is stopping; {many} memories were imported")
+
+
+@pytest.mark.slow
+def test_a_request_that_is_given_up_when_the_server_stops_is_told(tmp_path: Path, encoder: TextEncoder) -> None:
+    settings = Settings(tmp_path, encoder, port=0, shutdown_seconds=1)
+    with ThreadPoolExecutor(1) as threads, running(settings) as server:
+
+        @server.app.get("/never")
+        async def never() -> None:
+            await asyncio.sleep(60)
+
+        asking = threads.submit(httpx.get, f"{server.url}/never", timeout=30)
+        while not server.app.state.metrics.running:
+            time.sleep(0.01)
+    assert (asking.result().status_code, asking.result().json()["detail"]) == (503, "the server is stopping")
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -114,3 +152,17 @@ def test_an_empty_variable_is_no_key(monkeypatch: pytest.MonkeyPatch, given: str
     monkeypatch.setenv("TITANS_UPSTREAM_KEY", given)
     run("serve")
     assert started[0].upstream_key == key
+
+
+def test_a_store_that_can_only_be_read_is_opened_to_read_for_an_mcp_client(
+    tmp_path: Path, encoder: TextEncoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Memory(tmp_path, encoder=encoder) as memory:
+        memory.add("Ada plays the piano.")
+    monkeypatch.setattr(
+        "titans.service.settings.can_write", lambda place: False
+    )  # who runs the tests may write anything
+    with open_for_mcp(tmp_path, encoder, None) as memory:  # type: ignore[arg-type]
+        assert memory.search("piano").hits
+        with pytest.raises(ReadOnlyStore):
+            memory.add("Ada sings.")

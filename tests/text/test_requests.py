@@ -32,10 +32,25 @@ def test_the_same_call_returns_the_same_records_and_counts_no_repeat(open_memory
 def test_another_call_of_that_name_writes_nothing(open_memory: Opener) -> None:
     memory = open_memory()
     memory.add(TEXTS[0], user="ada", request="one")
-    for other in ({"text": TEXTS[1]}, {"text": TEXTS[0], "agent": "bot"}, {"text": TEXTS[0], "role": "user"}):
+    for other in ({"text": TEXTS[1]}, {"text": TEXTS[0], "session": "two"}, {"text": TEXTS[0], "role": "user"}):
         with pytest.raises(UsedRequest, match="has the name of another one"):
             memory.add(**{"user": "ada", "request": "one", **other})
     assert [(record.text, record.repeats) for record in memory.records(user="ada")] == [(TEXTS[0], 0)]
+
+
+def test_agents_give_names_of_their_own(open_memory: Opener) -> None:
+    memory = open_memory()
+    memory.add(TEXTS[0], user="ada", request="one")
+    assert memory.add(TEXTS[1], user="ada", agent="bot", request="one").text == TEXTS[1]
+
+
+def test_a_retry_is_answered_as_the_first_time_after_others_told_the_same(open_memory: Opener) -> None:
+    memory = open_memory()
+    told = [TEXTS[0], TEXTS[0], TEXTS[1]]
+    first = memory.add_many(told, user="ada", request="one")
+    memory.add_many(TEXTS, user="ada")
+    again = memory.add_many(told, user="ada", request="one")
+    assert [(record.id, record.repeats) for record in again] == [(record.id, record.repeats) for record in first]
 
 
 def test_what_was_erased_does_not_come_back_by_a_late_retry(open_memory: Opener) -> None:
@@ -71,7 +86,6 @@ def test_old_requests_are_forgotten(open_memory: Opener, monkeypatch: pytest.Mon
     memory.add(TEXTS[0], user="ada", request="one")
     for module in ("sqlite", "postgres"):
         monkeypatch.setattr(f"titans.text.{module}.oldest_request", lambda: "9999")
-    memory.add(TEXTS[1], user="ada", request="two")
     assert memory.add(TEXTS[0], user="ada", request="one").repeats == 1
 
 

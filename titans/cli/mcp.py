@@ -38,6 +38,7 @@ def mcp(
 
 
 def _open(place: str | Path, encoder: str | None, neural: Path | None) -> Memory:
+    from titans.service.settings import is_read_only
     from titans.text.memory import Memory
 
-    return Memory(place, encoder, neural)
+    return Memory(place, encoder, neural, read_only=is_read_only(place))

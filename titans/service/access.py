@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
+from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 from fastapi.security import APIKeyHeader, HTTPBearer
 from starlette.datastructures import State
@@ -72,7 +73,7 @@ class Keys:
         self.file = file
         self._lock = threading.Lock()
         self._connection: sqlite3.Connection | None = None
-        self._known = False  # that there is a key, which stays so
+        self.known = False  # that there is a key, which stays so
 
     @contextmanager
     def _open(self) -> Iterator[sqlite3.Connection]:
@@ -144,10 +145,10 @@ class Keys:
 
     def exist(self) -> bool:
         """Whether a key was ever made: after the last is revoked, nobody may call, not everybody."""
-        if not self._known and self.file.exists():
+        if not self.known and self.file.exists():
             with self._open() as connection:
-                self._known = connection.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
-        return self._known
+                self.known = connection.execute("SELECT 1 FROM keys LIMIT 1").fetchone() is not None
+        return self.known
 
     def find(self, key: str) -> Caller | None:
         """Who has a key; None if it is none, or a revoked one."""
@@ -164,7 +165,12 @@ class Keys:
         return Caller(row[0], row[1], row[2], frozenset(row[3].split()))
 
 
-def identify(state: State, headers: Mapping[str, str]) -> Caller:
+async def have_keys(keys: Keys) -> bool:
+    """Whether a key was ever made; asks the file in a thread, since another process may have locked it."""
+    return keys.known or (keys.file.exists() and await run_sync(keys.exist))
+
+
+async def identify(state: State, headers: Mapping[str, str]) -> Caller:
     """Who sent a request with these headers: ``Authorization: Bearer KEY`` or ``X-API-Key: KEY``.
 
     Without any keys on the server it is anybody, since only programs of this machine reach it. Every request counts
@@ -174,19 +180,19 @@ def identify(state: State, headers: Mapping[str, str]) -> Caller:
         state: of the application.
         headers: by their names in lower case.
     """
-    caller = _find_caller(state.keys, headers)
+    caller = await _find_caller(state.keys, headers)
     state.rates.spend(caller.name)
     return caller
 
 
-def _find_caller(keys: Keys, headers: Mapping[str, str]) -> Caller:
-    if not keys.exist():
+async def _find_caller(keys: Keys, headers: Mapping[str, str]) -> Caller:
+    if not await have_keys(keys):
         return Caller()
     scheme, _, token = headers.get("authorization", "").partition(" ")
     given = token.strip() if scheme.lower() == "bearer" else headers.get("x-api-key", "")
     if not given:
         raise _unknown("the key is missing; expected Authorization: Bearer KEY or X-API-Key: KEY")
-    found = keys.find(given)
+    found = await run_sync(keys.find, given)
     if found is None:
         raise _unknown("the key is unknown or was revoked")
     return found
@@ -252,12 +258,12 @@ DESCRIBED = (
 
 async def reader(request: Request) -> Caller:
     """The caller of a route that reads."""
-    return identify(request.app.state, request.headers).require("read")
+    return (await identify(request.app.state, request.headers)).require("read")
 
 
 async def writer(request: Request) -> Caller:
     """The caller of a route that writes."""
-    return identify(request.app.state, request.headers).require("write")
+    return (await identify(request.app.state, request.headers)).require("write")
 
 
 Reader = Annotated[Caller, Depends(reader)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import anyio.to_thread
 from fastapi import FastAPI
@@ -18,10 +17,8 @@ from titans.service.guard import GuardMiddleware
 from titans.service.limits import LimitMiddleware, Rates
 from titans.service.metrics import Metrics
 from titans.service.problems import add_handlers
-from titans.service.settings import Settings
-from titans.text.database import can_write, locate
+from titans.service.settings import Settings, is_read_only
 from titans.text.encoder import TextEncoder
-from titans.text.location import is_server
 from titans.text.memory import Memory
 
 SPARE_THREADS = 8  # for what is not a request, such as the stream of an export
@@ -75,8 +72,3 @@ def open_memory(settings: Settings, metrics: Metrics) -> Memory:
         encoder = TextEncoder.load(encoder)
     place = settings.place
     return Memory(place, BatchingEncoder(encoder, metrics), settings.neural, read_only=is_read_only(place))
-
-
-def is_read_only(place: str | Path) -> bool:
-    """Whether a store is there and cannot be written, so that it is opened to read."""
-    return not is_server(place) and locate(place).is_file() and not can_write(place)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
+from contextlib import suppress
 from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from titans.service.access import Keys
+from titans.service.access import Keys, have_keys
 from titans.service.metrics import Metrics
 from titans.service.problems import Problem, to_problem
 from titans.service.settings import is_loopback
@@ -53,8 +55,12 @@ class GuardMiddleware:
         begun = time.perf_counter()
         self.metrics.running += 1
         try:
-            self._refuse_pages_of_others(Headers(scope=scope))
+            await self._refuse_pages_of_others(Headers(scope=scope))
             await self.app(scope, receive, begin)
+        except asyncio.CancelledError:  # the server stops, and has waited long enough
+            if not status:
+                await Problem(503, "the server is stopping", {"Retry-After": "5"}).response()(scope, receive, begin)
+            raise
         except Exception as error:
             problem = to_problem(error)
             if not status:
@@ -68,17 +74,24 @@ class GuardMiddleware:
             self.metrics.observe(seconds, route=route)
             log.info("%s %s %d %.0f ms", method, route, status, 1000 * seconds)
 
-    def _refuse_pages_of_others(self, headers: Headers) -> None:
-        if self.keys.exist():
+    async def _refuse_pages_of_others(self, headers: Headers) -> None:
+        if await have_keys(self.keys):
             return
         host, origin = headers.get("host", ""), headers.get("origin")
-        if not is_loopback(urlsplit(f"//{host}").hostname or ""):
+        if not is_loopback(_hostname(host)):
             raise Problem(403, "without keys the server is called by localhost only")
-        if origin is not None and origin not in self.origins and urlsplit(origin).netloc != host:
+        if origin is not None and origin not in self.origins and origin.partition("://")[2] != host:
             raise Problem(403, "pages of other origins may not call the server")
 
 
 METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+
+
+def _hostname(host: str) -> str:
+    """The name in a Host header; "" if it has none."""
+    with suppress(ValueError):
+        return urlsplit(f"//{host}").hostname or ""
+    return ""
 
 
 def _route(scope: Scope) -> str:

@@ -38,6 +38,7 @@ from titans.service.models import (
     Name,
     Text,
     Written,
+    as_sent,
     found_of,
     memory_of,
     written_of,
@@ -286,6 +287,8 @@ def make_server(view_of: Callable[[Request | None], View]) -> Server[Any]:
             given = tool.arguments.model_validate(params.arguments or {})
             with view.watch(params.name, given):
                 text, result = await view.run(tool.rights, lambda memory, scope: tool.run(memory, scope, given))
+            if "read" not in view.caller.rights and "event" in result:
+                text, result = "Remembered.", as_sent(result)
         except Exception as error:
             problem = Problem(422, _sentence(error)) if isinstance(error, ValidationError) else to_problem(error)
             words = types.TextContent(text=problem.to_dict()["detail"])
@@ -392,7 +395,7 @@ def mount(app: FastAPI) -> None:
     class Endpoint:
         async def __call__(self, connection: Connection, receive: Receive, send: Send) -> None:
             request = Request(connection)
-            caller = identify(app.state, request.headers)
+            caller = await identify(app.state, request.headers)
             request.state.caller, request.state.scope = caller, scope_of_headers(caller, request.headers)
             await sessions.handle_request(connection, receive, send)
 

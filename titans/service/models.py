@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints, model_validator
 
-from titans.text.records import MAX_FOUND, MAX_NAME, Hit, Record, check_name
+from titans.text.records import MAX_FOUND, MAX_NAME, Hit, Record, check_name, utc_now
 from titans.text.records import Event as RecordEvent
 
 # What check_name and check_text refuse, for the description of the interface: they do the checking.
@@ -370,3 +370,10 @@ def written_of(records: Sequence[Record]) -> list[dict[str, Any]]:
         left[record.id] = 0
         results.append({**memory_of(record), "event": event})
     return results
+
+
+def as_sent(written: Mapping[str, Any]) -> dict[str, Any]:
+    """What was written, for a key that may not read: as if nothing had been there before."""
+    now = utc_now()
+    unknown = {"surprise": 0.0, "version": 1, "uses": 0, "repeats": 0, "replaces": None}
+    return {**written, **unknown, "created_at": now, "updated_at": now}

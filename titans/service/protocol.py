@@ -1,4 +1,4 @@
-"""HTTP as uvicorn speaks it, except that it does not wait for ever for the headers of a request."""
+"""HTTP as uvicorn speaks it, but headers are not waited for without end, and requests know when the server stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ HEADER_SECONDS = 30.0  # that a client has for the headers of a request; of its 
 
 
 class TimedProtocol(H11Protocol):
-    """Hangs up on who has begun a request, or a connection, and does not get to the end of its headers in time."""
+    """Hangs up on who has begun a request, or a connection, and does not get to the end of its headers in time.
+
+    The state of a request has ``stopping`` once the server stops, for what takes long and can be ended before its end.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -26,6 +29,12 @@ class TimedProtocol(H11Protocol):
         """Takes a part of a request, and waits for the rest if it is a part of its headers."""
         super().data_received(data)
         self._watch()
+
+    def shutdown(self) -> None:
+        """Tells the request that is being answered, if there is one."""
+        if self.cycle is not None:
+            self.cycle.scope["state"]["stopping"] = True
+        super().shutdown()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Waits no more."""

@@ -302,7 +302,7 @@ def _error(problem: Problem) -> dict[str, Any]:
 
 async def _models(request: Request, model: str) -> Response:
     state = request.app.state
-    caller = identify(state, request.headers)
+    caller = await identify(state, request.headers)
     if model and not {"", ".", ".."}.isdisjoint(model.split("/")):
         raise _unknown_model()
     if state.settings.upstream is not None:
@@ -321,7 +321,7 @@ def _unknown_model() -> Problem:
 
 async def _chat(request: Request, dialect: Dialect) -> Response:
     state = request.app.state
-    caller = identify(state, request.headers)
+    caller = await identify(state, request.headers)
     memory = _open(state, caller, request.headers)
     raw = await request.body()
     return await _while_there(request, _in_shape(_answer(request, dialect, caller, memory, raw)))

@@ -11,6 +11,7 @@ from typing import IO, Annotated, Any
 from anyio.to_thread import run_sync
 from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.datastructures import State
 
 from titans.service import metrics, models
 from titans.service.access import DESCRIBED, Caller, Reader, Writer, bounds_of, identify, scope_of
@@ -65,7 +66,8 @@ def add(
     check_sizes(request.app.state.settings.limits, texts)
     records = memory.add_many(texts, **asdict(scope), metadata=body.metadata, role=roles, request=idempotency_key)
     request.app.state.metrics.count("titans_texts_written_total", len(records))
-    return {"results": models.written_of(records)}
+    results = models.written_of(records)
+    return {"results": results if "read" in caller.rights else [models.as_sent(each) for each in results]}
 
 
 @router.get("/memories", response_model=models.MemoryPage, responses=documented(401, 403, 422))
@@ -205,7 +207,10 @@ def export(body: models.Selection, memory: Open, caller: Reader) -> StreamingRes
 @router.post("/import", response_model=models.Imported, responses=documented(400, 401, 403, 409, 422, 507),
              openapi_extra={"requestBody": {"required": True, **_text("JSON lines.", LINES, LINE)}})  # fmt: skip
 async def import_(request: Request, memory: Open, caller: Writer) -> dict[str, int]:
-    """Add the memories of JSON lines, as an export writes them; those that are there already are skipped."""
+    """Add the memories of JSON lines, as an export writes them; those that are there already are skipped.
+
+    A server that stops in between has added some of them; sent again, the rest is added.
+    """
     limits: Limits = request.app.state.settings.limits
     with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
         size = 0
@@ -217,21 +222,31 @@ async def import_(request: Request, memory: Open, caller: Writer) -> dict[str, i
         if not size:
             raise Problem(422, "the body is empty; expected a memory per line, as JSON")
         file.seek(0)
-        return {"imported": await run_sync(_import, memory, caller, file)}
+        return {"imported": await run_sync(_import, memory, caller, limits, file, request.state)}
 
 
-def _import(memory: Memory, caller: Caller, file: IO[bytes]) -> int:
+def _import(memory: Memory, caller: Caller, limits: Limits, file: IO[bytes], state: State) -> int:
+    def stop_with_server(done: int, total: int, doing: str = "") -> None:
+        if done < total and getattr(state, "stopping", False):
+            detail = f"the server is stopping; {done:,} memories were imported, and sending all again adds the rest"
+            raise Problem(503, detail, {"Retry-After": "5"})
+
     defaults = {"user": caller.user, "agent": caller.agent}
 
     def allowed() -> Iterator[tuple[int, Record, bool]]:
         for number, record, has_id in parse_records(_lines(file), "the body", defaults):
             try:
                 bounds_of(caller, record.user, record.agent)
+                check_sizes(limits, [record.text])
             except Problem as problem:
                 raise Problem(problem.status_code, f"the body, line {number}: {problem.detail}") from None
+            stop_with_server(0, number)
             yield number, record, has_id
 
-    return memory.import_records(allowed(), "the body")
+    def is_visible(record: Record) -> bool:
+        return caller.user in (None, record.user) and caller.agent in (None, record.agent)
+
+    return memory.import_records(allowed(), "the body", stop_with_server, is_visible=is_visible)
 
 
 def _lines(file: IO[bytes]) -> Iterator[bytes]:
@@ -259,7 +274,7 @@ def readyz(memory: Open) -> dict[str, str]:
 })  # fmt: skip
 async def render_metrics(request: Request) -> Response:
     """Count requests, writes, searches and the encoder's work, for Prometheus."""
-    caller = identify(request.app.state, request.headers).require("read")
+    caller = (await identify(request.app.state, request.headers)).require("read")
     if caller.user is not None or caller.agent is not None:
         raise Problem(403, "this key is bound to a user or an agent; the figures are of all")
     return Response(request.app.state.metrics.render(), media_type=metrics.MEDIA_TYPE)

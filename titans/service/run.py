@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from uvicorn.config import LOGGING_CONFIG
 
 from titans.service.access import Keys
-from titans.service.app import create_app, is_read_only
+from titans.service.app import create_app
 from titans.service.protocol import TimedProtocol
-from titans.service.settings import Limits, Settings, is_loopback
+from titans.service.settings import Limits, Settings, is_loopback, is_read_only
 from titans.text.encoder import TextEncoder
 from titans.text.memory import open_store
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from titans.text.database import locate
+from titans.text.database import can_write, locate
 from titans.text.encoder import TextEncoder
 from titans.text.location import NAME, default_store, hide_password, is_server
 from titans.text.neural import NeuralTextMemory
@@ -139,3 +139,8 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def is_read_only(place: str | Path) -> bool:
+    """Whether a store is there and cannot be written, so that it is opened to read."""
+    return not is_server(place) and locate(place).is_file() and not can_write(place)

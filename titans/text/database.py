@@ -39,7 +39,7 @@ CREATE INDEX records_by_replaced ON records (replaces) WHERE replaces IS NOT NUL
 CREATE TABLE building (file TEXT PRIMARY KEY, pid INTEGER NOT NULL);
 """
 REQUESTS = """CREATE TABLE requests (
-    user INTEGER NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, ids TEXT NOT NULL, at TEXT NOT NULL,
+    user INTEGER NOT NULL, key TEXT NOT NULL, digest TEXT NOT NULL, answer TEXT NOT NULL, at TEXT NOT NULL,
     PRIMARY KEY (user, key)
 ) WITHOUT ROWID;
 CREATE INDEX requests_by_time ON requests (at);

@@ -7,7 +7,7 @@ import json
 import re
 import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -218,7 +218,7 @@ class Memory:
 
         ``request`` is a name that the caller gives to this call, so that it can be made again if its answer was lost:
         within a day, the same call with the same name writes nothing and returns the records of the first. Another call
-        with that name of the same user raises a :class:`titans.text.records.UsedRequest`.
+        with that name of the same user and agent raises a :class:`titans.text.records.UsedRequest`.
         """
         if isinstance(texts, str):
             raise ValueError("texts is one text; expected a list of them")
@@ -242,7 +242,8 @@ class Memory:
         if request is None:
             return self._write(records, merge=True)
         said = [scope.names, [(record.said, at and record.created) for record, at in zip(records, times, strict=True)]]
-        return self._write(records, merge=True, request=Request.make(check_name(request, "request"), said))
+        name = json.dumps([scope.agent, check_name(request, "request")])
+        return self._write(records, merge=True, request=Request.make(name, said))
 
     def _write(self, records: Sequence[Record], merge: bool = False, request: Request | None = None) -> list[Record]:
         """Writes records in one transaction, each scope's memory with them; returns them as they are in the store.
@@ -269,9 +270,9 @@ class Memory:
             rows = {scope: self.store.make_scope(scope) for scope in sorted(groups, key=lambda scope: scope.names)}
             if request is not None:
                 owner = rows[records[0].scope].user
-                answer = self._find_answer(owner, request, records[0].user)
-                if answer is not None:
-                    return answer
+                before = self._find_answer(owner, request, records[0].user)
+                if before is not None:
+                    return before
             for scope, row in rows.items():
                 members = groups[scope]
                 if merge:
@@ -297,7 +298,8 @@ class Memory:
             told = self.store.records({seqs[index] for index in repeats})
             written = [told.get(seqs[index], record) for index, record in enumerate(written)]
             if request is not None:
-                self.store.put_request(owner, request.key, request.digest, [record.id for record in written])
+                answer = [(record.id, record.repeats) for record in written]
+                self.store.put_request(owner, request.key, request.digest, answer)
             self._write_uses()
         for scope_id, known in memories.items():
             self._remember(scope_id, known)
@@ -308,17 +310,18 @@ class Memory:
         return written
 
     def _find_answer(self, owner: int, request: Request, user: str) -> list[Record] | None:
-        """What a request wrote before, as it is now; None if it is a new one."""
+        """What a request wrote before, as it is now but for its repeats; None if it is a new one."""
         before = self.store.find_request(owner, request.key)
         if before is None:
             return None
-        digest, ids = before
+        digest, written = before
         if digest != request.digest:
             raise UsedRequest("the request has the name of another one; expected a new name for each")
-        found = [self.store.find(id, user) for id in ids]
+        found = [self.store.find(id, user) for id, _ in written]
         if None in found:
             raise UsedRequest("what the request wrote before was erased since; expected a new name to write it again")
-        return [record for _, record in filter(None, found)]
+        records = (record for _, record in filter(None, found))
+        return [replace(record, repeats=repeats) for record, (_, repeats) in zip(records, written, strict=True)]
 
     def _find_repeats(
         self,
@@ -819,15 +822,27 @@ class Memory:
         return self.import_records(read_records(Path(path)), str(path), progress)
 
     def import_records(
-        self, records_of_lines: Iterable[tuple[int, Record, bool]], source: str, progress: Progress | None = None
+        self,
+        records_of_lines: Iterable[tuple[int, Record, bool]],
+        source: str,
+        progress: Progress | None = None,
+        is_visible: Callable[[Record], bool] = lambda record: True,
     ) -> int:
-        """As :meth:`import_`, from what :func:`titans.text.records.parse_records` gives."""
+        """As :meth:`import_`, from what :func:`titans.text.records.parse_records` gives.
+
+        A record whose id belongs to one that is not visible to the caller gets a new id.
+        """
         self.store.require_writable()
         records: list[Record] = []
         told: set[tuple[Scope, Any]] = set()  # by lines without an id
         for number, record, has_id in records_of_lines:
-            if has_id and self._is_there(number, record, source):
+            found = self._find_anywhere(record.id) if has_id else None
+            if found is not None and is_visible(found):
+                if (found.text, found.scope) != (record.text, record.scope):
+                    raise ValueError(f"{source}, line {number}: the store has another record with the id {record.id!r}")
                 continue
+            if found is not None:
+                record, has_id = replace(record, id=new_id()), False
             if not has_id:
                 if (record.scope, record.said) in told or self._was_told(record):
                     continue
@@ -847,14 +862,11 @@ class Memory:
                 progress(done, len(records), "writing")
         return done
 
-    def _is_there(self, number: int, record: Record, source: str) -> bool:
+    def _find_anywhere(self, id: str) -> Record | None:
+        """A record of any user."""
         with self.store.reading():
-            found = self.store.find(record.id, None)
-        if found is None:
-            return False
-        if (found[1].text, found[1].scope) != (record.text, record.scope):
-            raise ValueError(f"{source}, line {number}: the store has another record with the id {record.id!r}")
-        return True
+            found = self.store.find(id, None)
+        return None if found is None else found[1]
 
     def _was_told(self, record: Record) -> bool:
         """Whether its scope has a record that says the same."""

@@ -401,23 +401,24 @@ class PostgresStore(Finder, Store):
 
     # Requests
 
-    def find_request(self, user: int, key: str) -> tuple[str, list[str]] | None:
-        """The digest of a user's request and the ids of what it wrote; None if there was no such request."""
+    def find_request(self, user: int, key: str) -> tuple[str, list[tuple[str, int]]] | None:
+        """The digest of a user's request, and each record of its answer: id and repeats; None: none within a day."""
         # Two of the same key may go to different scopes, whose locks do not keep them apart.
         self._run("SELECT pg_advisory_xact_lock(%s)", (lock_key(f"request {user} {key}", self.schema),))
-        row = self._one("SELECT digest, ids FROM requests WHERE user_id = %s AND key = %s", (user, key))
-        return None if row is None else (row[0], json.loads(row[1]))
+        row = self._one(
+            "SELECT digest, answer FROM requests WHERE user_id = %s AND key = %s AND at >= %s",
+            (user, key, oldest_request()),
+        )
+        return None if row is None else (row[0], [(id, repeats) for id, repeats in json.loads(row[1])])
 
-    def put_request(self, user: int, key: str, digest: str, ids: Sequence[str]) -> None:
-        """Notes what a request wrote, and forgets those that were made more than a day ago."""
+    def put_request(self, user: int, key: str, digest: str, answer: Sequence[tuple[str, int]]) -> None:
+        """Notes the answer to a request, and forgets those that were made more than a day ago."""
         self._run(
             "DELETE FROM requests WHERE (user_id, key) IN"
             " (SELECT user_id, key FROM requests WHERE at < %s FOR UPDATE SKIP LOCKED)",
             (oldest_request(),),
         )
-        self._run(
-            "INSERT INTO requests VALUES (%s, %s, %s, %s, %s)", (user, key, digest, to_json(list(ids)), utc_now())
-        )
+        self._run("INSERT INTO requests VALUES (%s, %s, %s, %s, %s)", (user, key, digest, to_json(answer), utc_now()))
 
     def texts(self) -> list[tuple[int, int, str]]:
         """(number, scope, text) of every record, in their order."""

@@ -17,8 +17,8 @@ OLDEST_PGVECTOR = (0, 5)  # has HNSW
 # BM25 needs in their index, which then need not look at the table.
 REQUESTS = """
 CREATE TABLE requests (
-    user_id integer NOT NULL, key text COLLATE "C" NOT NULL, digest text NOT NULL, ids text NOT NULL, at text NOT NULL,
-    PRIMARY KEY (user_id, key)
+    user_id integer NOT NULL, key text COLLATE "C" NOT NULL, digest text NOT NULL, answer text NOT NULL,
+    at text NOT NULL, PRIMARY KEY (user_id, key)
 );
 CREATE INDEX requests_by_time ON requests (at);
 """

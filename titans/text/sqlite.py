@@ -354,15 +354,17 @@ class SqliteStore(Database, Store):
         )
         return {row[-1]: self._to_record(row) for row in rows}
 
-    def find_request(self, user: int, key: str) -> tuple[str, list[str]] | None:
-        """The digest of a user's request and the ids of what it wrote; None if there was no such request."""
-        row = self._one("SELECT digest, ids FROM requests WHERE user = ? AND key = ?", (user, key))
-        return None if row is None else (row[0], json.loads(row[1]))
+    def find_request(self, user: int, key: str) -> tuple[str, list[tuple[str, int]]] | None:
+        """The digest of a user's request, and each record of its answer: id and repeats; None: none within a day."""
+        row = self._one(
+            "SELECT digest, answer FROM requests WHERE user = ? AND key = ? AND at >= ?", (user, key, oldest_request())
+        )
+        return None if row is None else (row[0], [(id, repeats) for id, repeats in json.loads(row[1])])
 
-    def put_request(self, user: int, key: str, digest: str, ids: Sequence[str]) -> None:
-        """Notes what a request wrote, and forgets those that were made more than a day ago."""
+    def put_request(self, user: int, key: str, digest: str, answer: Sequence[tuple[str, int]]) -> None:
+        """Notes the answer to a request, and forgets those that were made more than a day ago."""
         self._run("DELETE FROM requests WHERE at < ?", (oldest_request(),))
-        self._run("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", (user, key, digest, json.dumps(ids), utc_now()))
+        self._run("INSERT INTO requests VALUES (?, ?, ?, ?, ?)", (user, key, digest, json.dumps(answer), utc_now()))
 
     def texts(self) -> list[tuple[int, int, str]]:
         """(number, scope, text) of every record, in their order."""

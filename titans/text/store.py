@@ -272,15 +272,15 @@ class Store(ABC):
     # Requests: what was written for each, so that one that is sent again is not written again
 
     @abstractmethod
-    def find_request(self, user: int, key: str) -> tuple[str, list[str]] | None:
-        """The digest of a user's request and the ids of what it wrote; None if there was no such request.
+    def find_request(self, user: int, key: str) -> tuple[str, list[tuple[str, int]]] | None:
+        """The digest of a user's request, and each record of its answer: id and repeats; None: none within a day.
 
         Inside :meth:`writing`, nobody else begins the same request until the transaction ends.
         """
 
     @abstractmethod
-    def put_request(self, user: int, key: str, digest: str, ids: Sequence[str]) -> None:
-        """Notes what a request wrote, and forgets those that were made more than a day ago."""
+    def put_request(self, user: int, key: str, digest: str, answer: Sequence[tuple[str, int]]) -> None:
+        """Notes the answer to a request, and forgets those that were made more than a day ago."""
 
     # Memory states
 
