@@ -240,6 +240,7 @@ def test_peak_memory_of_decoding_counts_the_cache() -> None:
     assert cache < answer["bytes"] < 3 * cache
 
 
+@pytest.mark.slow
 def test_what_needs_more_than_max_memory_is_an_answer_and_not_a_crash() -> None:
     assert probe(QUICK, BASELINE, TRAIN, 20_000, max_memory=2**20) == {
         "error": "it needs more than 0.00098 GiB (max_memory)"

@@ -47,6 +47,7 @@ def besiege(guarded: Guarded, folder: Path, *options: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_some_requests_to_every_route_are_answered_as_described(guarded: Guarded) -> None:
     server, key = guarded
     headers = {"Authorization": f"Bearer {key}"}

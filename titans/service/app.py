@@ -21,6 +21,7 @@ from titans.service.settings import Settings, is_read_only
 from titans.text.encoder import TextEncoder
 from titans.text.memory import Memory
 
+MOST_THREADS = 16  # that work on requests at the same time
 SPARE_THREADS = 8  # for what is not a request, such as the stream of an export
 
 
@@ -32,8 +33,9 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        # Each request waits in a thread for the store: one that finds none would wait for those of others.
-        anyio.to_thread.current_default_thread_limiter().total_tokens = settings.limits.concurrency + SPARE_THREADS
+        # Every thread keeps memory of its own, and more of them answer no more requests a second.
+        threads = min(settings.limits.concurrency, MOST_THREADS) + SPARE_THREADS
+        anyio.to_thread.current_default_thread_limiter().total_tokens = threads
         with open_memory(settings, app.state.metrics) as memory:
             app.state.memory = memory
             yield
