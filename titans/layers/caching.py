@@ -8,7 +8,7 @@ what each of them was made from.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from operator import itemgetter
@@ -149,48 +149,37 @@ def keep(
     cached: CachedSegments, weights: tuple[Tensor, ...], ended: bool | Tensor, max_states: int | None
 ) -> CachedSegments:
     """Keeps the weights of the sequences whose segment has ended, True for all or (batch,) bool; a new one opens."""
-    batch, kept = cached.spans.shape
-    rows = torch.ones(batch, dtype=torch.bool, device=cached.spans.device) if isinstance(ended, bool) else ended
-    place = (cached.spans > 0).sum(1)
-    full = rows & (place == kept)
-    wide = cached.widen(kept + int(full.any()))
-    here = rows.unsqueeze(-1) & (torch.arange(wide.spans.shape[1], device=place.device) == place.unsqueeze(-1))
-
-    def put(old: Tensor, new: Tensor) -> Tensor:
-        return torch.where(here.view(batch, -1, *(1,) * (new.ndim - 1)), new.unsqueeze(1), old)
-
-    after = CachedSegments(
-        weights=tuple(put(old, new) for old, new in zip(wide.weights, weights, strict=True)),
-        means=put(wide.means, cached.mean),
-        spans=put(wide.spans, torch.ones_like(place)),
-        total=cached.total.masked_fill(rows.unsqueeze(-1), 0),
-        length=0 if isinstance(ended, bool) else cached.lengths.masked_fill(rows, 0),
-    )
-    return after if max_states is None or after.spans.shape[1] <= max_states else _merge(after)
+    spans = cached.spans.tolist()
+    if isinstance(ended, bool) and all(row == spans[0] for row in spans):
+        return _keep(cached, weights, max_states)
+    ends = [True] * len(spans) if isinstance(ended, bool) else ended.tolist()
+    rows = []
+    for row, is_ended in enumerate(ends):
+        own = cached.map(itemgetter(slice(row, row + 1))).narrow(sum(span > 0 for span in spans[row]))
+        rows.append(_keep(own, [w[row : row + 1] for w in weights], max_states) if is_ended else own)
+    return CachedSegments.concatenate(rows)
 
 
-def _merge(cached: CachedSegments) -> CachedSegments:
-    """One place fewer: where all are taken, the two neighbours that span the least become one, the oldest such pair."""
-    batch, places = cached.spans.shape
-    device = cached.spans.device
-    pairs = cached.spans[:, :-1] + cached.spans[:, 1:]
-    order = torch.arange(places - 1, device=device)
-    first = (pairs * places + order).argmin(1, keepdim=True)
-    first = torch.where(cached.spans[:, -1:] > 0, first, places)  # nothing to merge
-    rows = torch.arange(batch, device=device).unsqueeze(-1)
-    left = order + (order > first)
-    right = left + 1 - (left + 1 == places).to(left.dtype)
-    merged = order == first
-    span_left, span_right = cached.spans[rows, left], cached.spans[rows, right] * merged
-    share = span_left.to(cached.means.dtype) / (span_left + span_right).clamp(min=1)
+def _keep(cached: CachedSegments, weights: Sequence[Tensor], max_states: int | None) -> CachedSegments:
+    """:func:`keep` for sequences that all end a segment and have merged alike."""
+    spans = [*cached.spans[0].tolist(), 1]
+    pairs = [a + b for a, b in pairwise(spans)]
+    first = pairs.index(min(pairs)) if max_states is not None and len(spans) > max_states else None
 
-    def join(x: Tensor) -> Tensor:
-        part = share.view(batch, -1, *(1,) * (x.ndim - 2))
-        return part * x[rows, left] + (1 - part) * x[rows, right]
+    def add(old: Tensor, new: Tensor) -> Tensor:
+        places = [*old.unbind(1), new]
+        if first is not None:  # the two neighbours that span the least, the oldest such pair, become one
+            share = spans[first] / pairs[first]
+            places[first : first + 2] = [share * places[first] + (1 - share) * places[first + 1]]
+        return torch.stack(places, dim=1)
 
-    return replace(
-        cached,
-        weights=tuple(map(join, cached.weights)),
-        means=join(cached.means),
-        spans=span_left + span_right,
+    kept = tuple(add(old, new) for old, new in zip(cached.weights, weights, strict=True))
+    means = add(cached.means, cached.mean)
+    if first is not None:
+        spans[first : first + 2] = [pairs[first]]
+    return CachedSegments(
+        weights=kept,
+        means=means,
+        spans=cached.spans.new_tensor(spans).expand(len(means), -1).clone(),
+        total=torch.zeros_like(cached.total),
     )

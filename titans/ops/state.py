@@ -74,6 +74,11 @@ class CachedSegments:
             length=self.length if isinstance(self.length, int) else function(self.length),
         )
 
+    def narrow(self, kept: int) -> CachedSegments:
+        """The same with the first ``kept`` places alone."""
+        weights = tuple(w[:, :kept] for w in self.weights)
+        return replace(self, weights=weights, means=self.means[:, :kept], spans=self.spans[:, :kept])
+
     def widen(self, kept: int) -> CachedSegments:
         """The same with ``kept`` places, the new ones empty."""
 
