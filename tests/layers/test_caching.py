@@ -248,6 +248,18 @@ def test_extreme_inputs_stay_finite_and_it_still_reads() -> None:
     assert y.isfinite().all()
 
 
+@torch.no_grad()
+def test_kept_states_are_float32_whatever_the_model_is() -> None:
+    layer, x = memory(torch.float32, cache_max_states=2), tokens(dtype=torch.float32)
+    exact, _ = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        mixed, state = layer(x)
+    low, other = memory(torch.bfloat16, cache_max_states=2)(x.bfloat16())
+    for y, each in ((mixed, state), (low, other)):
+        assert each.cached is not None and each.cached.weights[0].dtype == each.cached.means.dtype == torch.float32
+        assert (y.float() - exact).abs().mean() < 0.1 * exact.abs().mean()
+
+
 def test_gradients_reach_kept_states_until_they_are_detached() -> None:
     layer, x = memory(), tokens().requires_grad_()
     _, state = layer(x[:, : 2 * SIZE])
