@@ -204,7 +204,8 @@ def test_layers_tokens_and_sequences_count_in_proportion() -> None:
     ("fields", "words"),
     [
         ({"memory_mode": "exact"}, "memory_mode is 'exact'; the formula is for 'chunked'"),
-        ({"memory_bias": True}, "squared loss and without biases"),
+        ({"memory_bias": True}, "squared loss, without biases and without a cache"),
+        ({"memory_cache_segment_size": 1024}, "squared loss, without biases and without a cache"),
         ({"memory_chunk_size": 12}, "memory_chunk_size is 12; expected a divisor of the segment, 32"),
     ],
 )

@@ -23,6 +23,7 @@ SHIPPED = [name for name in shipped_recipes() if not name.startswith("_")]
 # What each trains on and for how many steps, at which lengths, its number of models, and its tests and controls.
 SUMMARY: dict[str, tuple[Any, ...]] = {
     "babilong": ("task:babilong,babi", 800, 128, 1024, 3, 1, 0),
+    "caching": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 1024, 12, 1, 0),
     "needle": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 1024, 6, 1, 0),
     "pairs": ("task:mqar", 500, 32, 128, 6, 1, 0),
     "reassigned": ("task:reassigned", 500, 32, 128, 9, 1, 0),

@@ -140,8 +140,8 @@ def _check(config: TitansConfig, length: int, batch: int) -> None:
         return
     if config.memory_mode != "chunked":
         raise ValueError(f"memory_mode is {config.memory_mode!r}; the formula is for 'chunked'")
-    if config.memory_loss != "squared" or config.memory_bias:
-        raise ValueError("the formula is for a memory with squared loss and without biases")
+    if config.memory_loss != "squared" or config.memory_bias or config.memory_cache_segment_size:
+        raise ValueError("the formula is for a memory with squared loss, without biases and without a cache")
     chunk = _chunk(config)
     if config.variant == "mac" and attends and config.segment_size % chunk:
         raise ValueError(f"memory_chunk_size is {chunk}; expected a divisor of the segment, {config.segment_size:,}")

@@ -198,6 +198,26 @@ class OverheadBenchmarkSettings(Settings):
 
 
 @dataclass(frozen=True)
+class CachingBenchmarkSettings(Settings):
+    """Of `titans bench caching`."""
+
+    dim: int = _option("Width of the model.", 256)
+    heads: int = _option("Memories side by side, each dim / heads wide.", 4)
+    depths: tuple[int, ...] = _option("Layers of each memory, separated by commas.", (1, 2))
+    kept: tuple[int, ...] = _option("Earlier states that are kept and read, separated by commas.", (0, 4, 16, 64))
+    segment: int = _option("Tokens after which a state is kept.", 64)
+    length: int = _option("Tokens of a call.", 512)
+    repeats: int = _option("Interleaved rounds of timing.", 5)
+    threads: int = _option("CPU threads.", 1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name, numbers, least in (("depths", self.depths, 1), ("kept", self.kept, 0)):
+            if min(numbers, default=least) < least:
+                raise ValueError(f"{name} has {min(numbers)}; expected at least {least}")
+
+
+@dataclass(frozen=True)
 class TextBenchmarkSettings(Settings):
     """Of `titans bench text`."""
 

@@ -70,6 +70,10 @@ BENCHMARKS = {
         "Compare the speed of `titans train` with that of a bare loop over the same model and batches.",
         "What the Trainer costs", "OverheadBenchmarkSettings", "run_overhead_benchmark", TRAINING, "train",
     ),
+    "caching": Benchmark(
+        "Measure what memory caching costs, by how many earlier states a memory reads.",
+        "What memory caching costs", "CachingBenchmarkSettings", "run_caching_benchmark",
+    ),
     "text": Benchmark(
         "Measure a text memory with many records: writes, searches, deletions, and how much its index finds.",
         "A text memory with many records", "TextBenchmarkSettings", "run_text_benchmark",

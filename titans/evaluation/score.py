@@ -206,7 +206,7 @@ def _with_memory(model: TitansForCausalLM, cache: TitansCache, other: TitansCach
             source = other.layers[index].state
         assert source.memory is not None
         memory = replace(source.memory, conv=state.memory.conv)
-        layer.state = replace(state, memory=memory, start=source.start)
+        layer.state = replace(state, memory=memory, start=source.start, mean=source.mean)
     return made
 
 

@@ -42,12 +42,15 @@ class BlockState:
         attention: the window, or the open segment.
         start: MAC: the memory's weights at the start of the open segment, which it is read with.
         conv: MAC: the last inputs of the convolution over the stream that only reads.
+        mean: MAC, of a memory with a cache: at the start of the open segment, the mean of what was written since the
+            memory last kept its weights, (batch, dim).
     """
 
     memory: MemoryState | None = None
     attention: WindowState | SegmentState | None = None
     start: tuple[Tensor, ...] = ()
     conv: Tensor | None = None
+    mean: Tensor | None = None
 
     @property
     def batch_size(self) -> int:
@@ -63,6 +66,7 @@ class BlockState:
             None if self.attention is None else self.attention.map(function),
             tuple(function(w) for w in self.start),
             None if self.conv is None else function(self.conv),
+            None if self.mean is None else function(self.mean),
         )
 
     def detach(self) -> BlockState:
@@ -79,6 +83,7 @@ class BlockState:
             type(attentions[0]).concatenate(attentions) if attentions else None,
             tuple(torch.cat(parts) for parts in zip(*(s.start for s in states), strict=True)),
             concatenate_or_zero([s.conv for s in states], [s.batch_size for s in states]),
+            concatenate_or_zero([s.mean for s in states], [s.batch_size for s in states]),
         )
 
     def reorder(self, indices: Tensor) -> BlockState:
@@ -231,7 +236,8 @@ class Block(nn.Module):
                 start = tuple(torch.where(rows.view(-1, 1, 1, 1), new, old) for new, old in pairs)
         attention = None if state.attention is None else state.attention.reset(rows)
         conv = None if state.conv is None else state.conv.masked_fill(rows.view(-1, 1, 1), 0)
-        return BlockState(memory, attention, start, conv)
+        mean = None if state.mean is None else state.mean.masked_fill(rows.view(-1, 1), 0)
+        return BlockState(memory, attention, start, conv, mean)
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         return x + self.ffn(self.ffn_norm(x))
@@ -277,14 +283,16 @@ class _Stretch(NamedTuple):
 
     x: Tensor
     tokens: SegmentTokens
-    queries: Tensor | None  # of the memory, and its output gate
+    queries: Tensor | None  # of the memory, its output gate, and what is compared with its cached segments
     gate: Tensor | None
+    fit: Tensor | None
 
     def split(self, sizes: list[int]) -> Iterator[_Stretch]:
         """Stretches of ``sizes`` tokens."""
-        cut = [[None] * len(sizes) if x is None else x.split(sizes, dim=-2) for x in (self.x, self.queries, self.gate)]
-        for x, queries, gate, tokens in zip(*cut, self.tokens.split(sizes), strict=True):
-            yield _Stretch(x, tokens, queries, gate)
+        parts = (self.x, self.queries, self.gate, self.fit)
+        cut = [[None] * len(sizes) if x is None else x.split(sizes, dim=-2) for x in parts]
+        for x, queries, gate, fit, tokens in zip(*cut, self.tokens.split(sizes), strict=True):
+            yield _Stretch(x, tokens, queries, gate, fit)
 
 
 class MACBlock(Block):
@@ -297,6 +305,9 @@ class MACBlock(Block):
         x = x + ffn(norm(x))
 
     Without memory: attention inside segments. Without attention: the LMM block.
+
+    A memory with a cache reads what it has kept in both places, beside M* and beside M_t. Its ``cache_segment_size`` is
+    a multiple of the segment, so that nothing new is kept inside one.
     """
 
     def __init__(
@@ -311,6 +322,10 @@ class MACBlock(Block):
         ffn_multiplier: float = 2.0,
     ) -> None:
         persistent = persistent if attention is not None else 0
+        kept = None if memory is None or memory.caching is None else memory.caching.segment_size
+        if kept is not None and attention is not None and kept % attention.segment_size:
+            expected = f"a multiple of the attention's segment, {attention.segment_size}"
+            raise ValueError(f"cache_segment_size is {kept}; expected {expected}")
         super().__init__(
             dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier
         )
@@ -373,18 +388,20 @@ class MACBlock(Block):
         if self.memory is None:
             return BlockState(None, attention)
         memory = self.memory.init_state(batch_size)
-        return BlockState(memory, attention, tuple(w.clone() for w in memory.weights))
+        mean = None if memory.cached is None else memory.cached.mean
+        return BlockState(memory, attention, tuple(w.clone() for w in memory.weights), mean=mean)
 
     def _prepare(self, x: Tensor, state: BlockState, mask: Tensor | None) -> tuple[_Stretch, BlockState]:
         """What :meth:`_segment` needs of x, of any length without a mask, and the state with ``conv`` gone on."""
         assert isinstance(self.attention, SegmentAttention) and self.attention_norm is not None
         assert isinstance(state.attention, SegmentState)
-        normed, queries, gate = self.attention_norm(x), None, None
+        normed, queries, gate, fit = self.attention_norm(x), None, None, None
         tokens = self.attention.prepare(normed, state.attention, self._prefix(self.attention_norm))
         if self.memory is not None:
             queries, conv = self.memory.queries(normed, state.conv, mask)
-            gate, state = self.memory.output_gate(normed), replace(state, conv=conv)
-        return _Stretch(x, tokens, queries, gate), state
+            gate, fit = self.memory.output_gate(normed), self.memory.fit_queries(normed)
+            state = replace(state, conv=conv)
+        return _Stretch(x, tokens, queries, gate, fit), state
 
     def _segment(
         self, stretch: _Stretch, state: BlockState, mask: Tensor | None
@@ -394,10 +411,13 @@ class MACBlock(Block):
         h = m = None
         if self.memory is not None:
             assert stretch.queries is not None and stretch.gate is not None
-            h = self.memory.output(self.memory.recall(stretch.queries, state.start), stretch.gate)  # Eq. 21
+            assert state.memory is not None
+            said = self.memory.recall(stretch.queries, state.start)
+            said = self.memory.recall_cached(said, stretch.queries, stretch.fit, state.memory.cached, state.mean)
+            h = self.memory.output(said, stretch.gate)  # Eq. 21
         y, attention = self.attention.attend(stretch.tokens, h, state.attention, mask)  # Eq. 22, 23
         y = stretch.x + y
-        memory, start = state.memory, state.start
+        memory, start, mean = state.memory, state.start, state.mean
         if self.memory is not None:
             assert self.memory_norm is not None and memory is not None
             m, memory = self.memory.write(self.memory_norm(y), memory, mask)  # Eq. 24
@@ -406,12 +426,15 @@ class MACBlock(Block):
             if length == size:
                 attention = attention.reset()
                 start = () if memory is None else memory.weights
+                mean = None if memory is None or memory.cached is None else memory.cached.mean
         elif bool((ended := length == size).any()):
             attention = attention.reset(ended)
             if memory is not None:
                 rows = ended.view(-1, 1, 1, 1)
                 start = tuple(torch.where(rows, w, s) for w, s in zip(memory.weights, start, strict=True))
-        return y, m, BlockState(memory, attention, start, state.conv)
+                if memory.cached is not None and mean is not None:
+                    mean = torch.where(ended.unsqueeze(-1), memory.cached.mean, mean)
+        return y, m, BlockState(memory, attention, start, state.conv, mean)
 
     def _combine(self, ys: list[Tensor], ms: list[Tensor | None]) -> Tensor:
         """What :meth:`_segment` gave for one stretch after another, gated (Eq. 25)."""

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.layers.caching import Caching, read_cached, run_segments
 from titans.layers.linear import call_wide, first_outputs, floating_dtype, is_plain
 from titans.ops import (
     Descent,
@@ -34,6 +35,7 @@ from titans.ops.losses import LOSSES
 from titans.ops.native.library import is_transformed
 from titans.ops.optimisers import OPTIMISERS
 from titans.ops.project import UNIT_EPS, gate_output, last_inputs, project_heads
+from titans.ops.state import CachedSegments
 
 MODES = ("chunked", "exact", "recurrent")
 GATE_SOURCES = ("token", "constant")
@@ -88,6 +90,11 @@ class NeuralMemory(nn.Module):
         bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
         max_norm: with ``bounded``, the largest norm that a row of a memory weight may keep.
         writes: False switches the memory off: nothing is written or forgotten, it stays at its learned start.
+        cache_segment_size: keep the weights at the end of every so many tokens, and read them beside the memory as it
+            stands (docs/math.md, Memory caching); None: nothing is kept.
+        cache_top_k: of the kept, each token reads only the so many that it fits best; None: all.
+        cache_average: read the average of the kept weights as one memory, not the average of what each of them says.
+        cache_max_states: the most that are kept; beyond it, neighbours are merged. None: memory grows with the text.
         first_order: cheaper outer gradients that treat the weights of the inner gradient as constants.
         checkpoint_every: chunks between two states that the backward pass keeps; default: as memory allows.
         check_values: refuse NaN and infinities in the input with an error that says where.
@@ -129,6 +136,10 @@ class NeuralMemory(nn.Module):
         bounded: bool = True,
         max_norm: float = 10.0,
         writes: bool = True,
+        cache_segment_size: int | None = None,
+        cache_top_k: int | None = None,
+        cache_average: bool = False,
+        cache_max_states: int | None = None,
         first_order: bool = False,
         checkpoint_every: int | None = None,
         check_values: bool = True,
@@ -162,6 +173,15 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"conv_kernel is {conv_kernel}; expected 0 (none) or the kernel's width")
         if not 0 < theta_max <= 1:
             raise ValueError(f"theta_max is {theta_max}; expected a number in (0, 1]")
+        cache = {"cache_segment_size": cache_segment_size, "cache_top_k": cache_top_k,
+                 "cache_max_states": cache_max_states}  # fmt: skip
+        for name, count in cache.items():
+            if count is not None and count < 1:
+                raise ValueError(f"{name} is {count}; expected a whole number of at least 1, or None")
+            if count is not None and cache_segment_size is None:
+                raise ValueError(f"{name} is {count} and cache_segment_size is None; expected a size with it")
+        if cache_average and cache_segment_size is None:
+            raise ValueError("cache_average is True and cache_segment_size is None; expected a size with it")
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
         if optimiser not in OPTIMISERS:
@@ -197,6 +217,9 @@ class NeuralMemory(nn.Module):
         self.fixed_alpha = None if fixed_alpha is None else tuple(fixed_alpha)
         self.bounded, self.max_norm = bounded, max_norm
         self.writes = writes
+        self.caching = None
+        if cache_segment_size is not None:
+            self.caching = Caching(cache_segment_size, cache_top_k, cache_average, cache_max_states)
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
         self.engine = "definition" if mode == "recurrent" else engine
         self.observer: Callable[[Tokens, MemoryState, Surprise], None] | None = None
@@ -219,6 +242,7 @@ class NeuralMemory(nn.Module):
         self.norm = nn.RMSNorm(head_dim, eps=NORM_EPS)
         self.to_gate = nn.Linear(dim, inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)
+        self.to_fit = None if self.caching is None else nn.Linear(dim, dim, bias=False)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -227,6 +251,8 @@ class NeuralMemory(nn.Module):
         inner = self.heads * self.head_dim
         for linear in (self.to_qkv, self.to_gate, self.to_out):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
+        if self.to_fit is not None:
+            nn.init.normal_(self.to_fit.weight, std=self.dim**-0.5)
         self.to_qkv.weight[:inner] = self.to_qkv.weight[inner : 2 * inner]
         if self.conv is not None:
             nn.init.normal_(self.conv, std=0.1)
@@ -292,7 +318,8 @@ class NeuralMemory(nn.Module):
         # without momentum a single zero stands for all of it
         none = None if self.momentum else [w.new_zeros(()).expand(w.shape) for w in weights]
         state = MemoryState.create(weights, none)
-        state = replace(state, rule=self.rule(state).grid)
+        cached = None if self.caching is None else CachedSegments.create(weights, self.dim)
+        state = replace(state, rule=self.rule(state).grid, cached=cached)
         if self.conv is None:
             return state
         return replace(state, conv=(self.conv.new_zeros(batch_size, *self._conv_shape),))
@@ -347,7 +374,7 @@ class NeuralMemory(nn.Module):
         x = self._limit(x)
         q, k, v, conv = self._project(x, state.conv, mask)
         tokens = Tokens(q, k, v, *self._gate(x), mask)
-        result = self._run(tokens, replace(state, conv=conv), return_surprise)
+        result = self._run(tokens, replace(state, conv=conv), return_surprise, x)
         if frame is None:
             return result
         y, state, *surprise = result
@@ -390,10 +417,15 @@ class NeuralMemory(nn.Module):
         if x.shape[0] == 0 or x.shape[1] == 0:
             return torch.empty_like(x)
         past = state.conv[0][..., : self.heads * self.head_dim] if self.conv_kernel else None
-        return self.read_stream(x, state.weights, past)[0]
+        return self.read_stream(x, state.weights, past, cached=state.cached)[0]
 
     def read_stream(
-        self, x: Tensor, weights: Sequence[Tensor], past: Tensor | None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        weights: Sequence[Tensor],
+        past: Tensor | None,
+        mask: Tensor | None = None,
+        cached: CachedSegments | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """M*(q) along a stream that is only read, with convolution inputs of its own.
 
@@ -402,12 +434,16 @@ class NeuralMemory(nn.Module):
             weights: M*, one (batch, heads, out, in) tensor a layer.
             past: (batch, kernel - 1, heads * head_dim), the queries' last convolution inputs; None: the stream starts.
             mask: (batch, time) bool; False for padding, which must stand after a row's tokens.
+            cached: what is read beside M*, by a memory with a cache.
 
         Returns:
             y (batch, time, dim), and ``past`` to go on from; None without convolution.
         """
         q, past = self.queries(x, past, mask)
-        return self.output(self.recall(q, weights), self.output_gate(x)), past
+        y = self.recall(q, weights)
+        if cached is not None:
+            y = self.recall_cached(y, q, self.fit_queries(x), cached, cached.mean)
+        return self.output(y, self.output_gate(x)), past
 
     def queries(self, x: Tensor, past: Tensor | None, mask: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
         """The queries (batch, heads, time, head_dim) of :meth:`read_stream`, whatever the weights, and its ``past``."""
@@ -425,6 +461,27 @@ class NeuralMemory(nn.Module):
         """M*(q), of the shape of q (batch, heads, time, head_dim)."""
         with torch.autocast(q.device.type, enabled=False):
             return self.network(weights, q.to(weights[0].dtype)).to(q.dtype)
+
+    def fit_queries(self, x: Tensor) -> Tensor | None:
+        """u (batch, time, dim), float32 or wider: what tells how well a token fits a segment; None without a cache."""
+        if self.to_fit is None:
+            return None
+        dtype = torch.promote_types(self.to_fit.weight.dtype, torch.float32)
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(self._limit(x).to(dtype), self.to_fit.weight.to(dtype))
+
+    def recall_cached(
+        self, y: Tensor, q: Tensor, u: Tensor | None, cached: CachedSegments | None, mean: Tensor | None
+    ) -> Tensor:
+        """:meth:`recall` y of q and what the kept memories say, weighed: as y without a cache.
+
+        Args:
+            u: :meth:`fit_queries` of the tokens.
+            mean: (batch, dim), of the inputs of the open segment, which the memory of :meth:`recall` stands for.
+        """
+        if self.caching is None or u is None or cached is None or mean is None:
+            return y
+        return read_cached(self.caching, self.network, cached, y, q, u, mean.unsqueeze(1))
 
     def output_gate(self, x: Tensor) -> Tensor:
         """The gate of :meth:`output` before its SiLU, (batch, time, heads * head_dim)."""
@@ -470,6 +527,9 @@ class NeuralMemory(nn.Module):
             raise ValueError(
                 f"state has convolution inputs of shape {[tuple(c.shape) for c in state.conv]}; expected {conv}"
             )
+        if (state.cached is None) != (self.caching is None):
+            found_cache, expected_cache = ("none", "some") if state.cached is None else ("cached segments", "none")
+            raise ValueError(f"state.cached is {found_cache}; expected {expected_cache} of this memory")
         return state
 
     @property
@@ -532,13 +592,22 @@ class NeuralMemory(nn.Module):
         return Options(self.observer is not None, tile, self.sweeps, None, None, self.checkpoint_every)
 
     def _run(
-        self, tokens: Tokens, state: MemoryState, return_surprise: bool
+        self, tokens: Tokens, state: MemoryState, return_surprise: bool, x: Tensor
     ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
         options = self._options._replace(surprise=return_surprise or self.observer is not None)
-        y, after, *surprise = run_memory(self.rule(state), tokens, state, self.engine, options, check_values=False)
+
+        def run(tokens: Tokens, state: MemoryState) -> Any:
+            return run_memory(self.rule(state), tokens, state, self.engine, options, check_values=False)
+
+        if self.caching is None:
+            y, after, *surprise = run(tokens, state)
+        else:
+            u = self.fit_queries(x)
+            assert u is not None
+            y, after, *surprise = run_segments(run, self.caching, self.network, tokens, state, x, u)
         if self.observer is not None:
             self.observer(tokens, after, *surprise)
-        return (y, after, *surprise) if return_surprise else (y, after)  # type: ignore[return-value]
+        return (y, after, *surprise) if return_surprise else (y, after)
 
     def _limit(self, x: Tensor) -> Tensor:
         if not self.bounded:

@@ -295,6 +295,7 @@ def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
         and not rule.retention.first
         and memory.sweeps is None
         and memory.gain is None
+        and memory.caching is None
         and state.batch_size > 0
         and isinstance(state.position, int)
         and state.position < (rule.period or 1)

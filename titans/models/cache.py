@@ -19,11 +19,11 @@ from titans.layers.blocks import Block
 from titans.layers.step import BlockStep, is_intercepted, open_step, step_blocks
 from titans.models.configuration import TitansConfig
 from titans.ops import MemoryState
-from titans.ops.state import aligned, read_tensors, write_tensors
+from titans.ops.state import CachedSegments, aligned, read_tensors, write_tensors
 
 FORMAT = "titans.TitansCache"
 VERSION = "2"
-TYPES = {cls.__name__: cls for cls in (BlockState, MemoryState, WindowState, SegmentState)}
+TYPES = {cls.__name__: cls for cls in (BlockState, MemoryState, CachedSegments, WindowState, SegmentState)}
 
 
 class TitansCacheLayer(CacheLayerMixin):

@@ -45,7 +45,8 @@ LEAST = {
     "vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1,
     "segment_size": 1, "window_size": 1, "num_persistent_tokens": 0, "memory_heads": 1, "memory_head_dim": 1,
     "memory_depth": 1, "memory_chunk_size": 1, "memory_sweeps": 0, "memory_conv_kernel": 0,
-    "memory_checkpoint_every": 1, "max_position_embeddings": 1,
+    "memory_checkpoint_every": 1, "memory_cache_segment_size": 1, "memory_cache_top_k": 1,
+    "memory_cache_max_states": 1, "max_position_embeddings": 1,
 }  # fmt: skip
 # the most that positive numbers may be
 MOST = {
@@ -125,6 +126,10 @@ class TitansConfig(PreTrainedConfig):
     memory_bounded: bool = True
     memory_max_norm: float = 10.0
     memory_writes: bool = True
+    memory_cache_segment_size: int | None = None
+    memory_cache_top_k: int | None = None
+    memory_cache_average: bool = False
+    memory_cache_max_states: int | None = None
     memory_first_order: bool = False
     memory_checkpoint_every: int | None = None
 
@@ -164,6 +169,12 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 f"memory_heads is {self.memory_heads} and hidden_size is {self.hidden_size}; "
                 "expected heads that divide the width, or memory_head_dim"
+            )
+        kept = self.memory_cache_segment_size
+        if kept is not None and self.variant == "mac" and self.use_attention and kept % self.segment_size:
+            raise ValueError(
+                f"memory_cache_segment_size is {kept} and segment_size is {self.segment_size}; "
+                "expected a multiple of segment_size in MAC"
             )
         if not self.use_memory and (self.variant == "lmm" or not self.use_attention):
             raise ValueError(

@@ -69,7 +69,7 @@ class MemoryMLP:
         norm: (weight, bias), each (heads, width): a LayerNorm on the MLP's output, before the residual.
 
     Called as ``network(weights, x)`` with one (batch, heads, out, in) weight per layer and x (batch, heads, time, in);
-    returns (batch, heads, time, out).
+    returns (batch, heads, time, out). ``product(x, weight)`` may take the place of ``x @ weight.mT``.
     """
 
     activation: str = "silu"
@@ -81,11 +81,14 @@ class MemoryMLP:
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation is {self.activation!r}; expected one of {', '.join(ACTIVATIONS)}")
 
-    def __call__(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    def __call__(
+        self, weights: Sequence[Tensor], x: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None = None
+    ) -> Tensor:
         activate = ACTIVATIONS[self.activation].value
         h = x
         for index, weight in enumerate(weights):
-            z = (append_one(h) if self.bias else h) @ weight.mT
+            h = append_one(h) if self.bias else h
+            z = h @ weight.mT if product is None else product(h, weight)
             h = activate(z) if index + 1 < len(weights) else z
         if self.norm is not None:
             gain, shift = self.norm

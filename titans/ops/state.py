@@ -15,6 +15,7 @@ from titans.files import replacing
 
 FORMAT = "titans.MemoryState"
 VERSION = "1"
+CACHED = ("means", "spans", "total", "length")  # tensors of cached segments in a file, besides the weights
 
 
 class Surprise(NamedTuple):
@@ -22,6 +23,102 @@ class Surprise(NamedTuple):
 
     gradient_norm: Tensor  # ||grad_M l||, before the token was written
     loss: Tensor  # l(M; k, v)
+
+
+@dataclass(frozen=True)
+class CachedSegments:
+    """What a memory keeps of the segments it has read, oldest first; made by :mod:`titans.layers.caching`.
+
+    Attributes:
+        weights: M at the end of each kept segment, one (batch, kept, heads, out, in) tensor a layer.
+        means: (batch, kept, dim), the mean of each segment's inputs.
+        spans: (batch, kept) int64, how many segments each stands for; 0: an empty place, which comes after the others.
+        total: (batch, dim), the sum of the open segment's inputs.
+        length: tokens of the open segment: a number if that is the same for all sequences, else (batch,) int64.
+    """
+
+    weights: tuple[Tensor, ...]
+    means: Tensor
+    spans: Tensor
+    total: Tensor
+    length: int | Tensor = 0
+
+    @classmethod
+    def create(cls, weights: Sequence[Tensor], dim: int) -> CachedSegments:
+        """Nothing kept, before the first token of a memory with these weights and inputs of width ``dim``."""
+        first = weights[0]
+        batch = len(first)
+        kept = tuple(w.new_zeros(batch, 0, *w.shape[1:]) for w in weights)
+        spans = torch.zeros(batch, 0, dtype=torch.int64, device=first.device)
+        return cls(kept, first.new_zeros(batch, 0, dim), spans, first.new_zeros(batch, dim))
+
+    @property
+    def lengths(self) -> Tensor:
+        """``length`` of each sequence, (batch,) int64."""
+        if isinstance(self.length, Tensor):
+            return self.length
+        return torch.full((len(self.total),), self.length, device=self.total.device)
+
+    @property
+    def mean(self) -> Tensor:
+        """(batch, dim), the mean of the open segment's inputs; 0 where there are none."""
+        return self.total / self.lengths.clamp(min=1).unsqueeze(-1)
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> CachedSegments:
+        """The same with ``function`` applied to every tensor, a ``length`` of each sequence included."""
+        return CachedSegments(
+            weights=tuple(function(w) for w in self.weights),
+            means=function(self.means),
+            spans=function(self.spans),
+            total=function(self.total),
+            length=self.length if isinstance(self.length, int) else function(self.length),
+        )
+
+    def narrow(self, kept: int) -> CachedSegments:
+        """The same with the first ``kept`` places alone."""
+        weights = tuple(w[:, :kept] for w in self.weights)
+        return replace(self, weights=weights, means=self.means[:, :kept], spans=self.spans[:, :kept])
+
+    def widen(self, kept: int) -> CachedSegments:
+        """The same with ``kept`` places, the new ones empty."""
+
+        def fill(x: Tensor) -> Tensor:
+            return torch.cat([x, x.new_zeros(len(x), kept - x.shape[1], *x.shape[2:])], dim=1)
+
+        if kept == self.spans.shape[1]:
+            return self
+        weights = tuple(map(fill, self.weights))
+        return replace(self, weights=weights, means=fill(self.means), spans=fill(self.spans))
+
+    def where(self, rows: Tensor, other: CachedSegments) -> CachedSegments:
+        """These in the sequences where ``rows`` (batch,) bool is True, and ``other`` in the rest."""
+
+        def choose(mine: Tensor, theirs: Tensor) -> Tensor:
+            return torch.where(rows.view(-1, *(1,) * (mine.ndim - 1)), mine, theirs.to(mine.dtype))
+
+        kept = max(self.spans.shape[1], other.spans.shape[1])
+        mine, theirs = self.widen(kept), other.widen(kept)
+        same = isinstance(self.length, int) and isinstance(other.length, int) and self.length == other.length
+        return CachedSegments(
+            weights=tuple(choose(a, b) for a, b in zip(mine.weights, theirs.weights, strict=True)),
+            means=choose(mine.means, theirs.means),
+            spans=choose(mine.spans, theirs.spans),
+            total=choose(mine.total, theirs.total),
+            length=self.length if same else choose(mine.lengths, theirs.lengths),
+        )
+
+    @classmethod
+    def concatenate(cls, states: Sequence[CachedSegments]) -> CachedSegments:
+        """The sequences of several states, in order."""
+        kept = max(s.spans.shape[1] for s in states)
+        wide = [s.widen(kept) for s in states]
+        return cls(
+            weights=tuple(torch.cat(parts) for parts in zip(*(s.weights for s in wide), strict=True)),
+            means=torch.cat([s.means for s in wide]),
+            spans=torch.cat([s.spans for s in wide]),
+            total=torch.cat([s.total for s in wide]),
+            length=aligned(torch.cat([s.lengths for s in wide])),
+        )
 
 
 @dataclass(frozen=True)
@@ -39,6 +136,7 @@ class MemoryState:
         conv: the last inputs of ``NeuralMemory``'s convolutions, (batch, kernel - 1, channels) each; empty for the ops.
         rule: what chunks the rule has that left the state (``Rule.grid``), None for any: inside a chunk a state makes
             sense to the same rule only.
+        cached: earlier weights that ``NeuralMemory`` reads beside M; None: a memory without a cache, and the ops.
     """
 
     weights: tuple[Tensor, ...]
@@ -48,6 +146,7 @@ class MemoryState:
     gram: Tensor | None = None
     conv: tuple[Tensor, ...] = ()
     rule: str | None = None
+    cached: CachedSegments | None = None
 
     @classmethod
     def create(cls, weights: Sequence[Tensor], momentum: Sequence[Tensor] | None = None) -> MemoryState:
@@ -95,6 +194,7 @@ class MemoryState:
             gram=None if self.gram is None else function(self.gram),
             conv=tuple(function(c) for c in self.conv),
             rule=self.rule,
+            cached=None if self.cached is None else self.cached.map(function),
         )
 
     def detach(self) -> MemoryState:
@@ -141,6 +241,7 @@ class MemoryState:
             gram=None if gram is None or gram_other is None else choose(gram, gram_other),
             conv=each(self.conv, other.conv),
             rule=self.rule or other.rule,
+            cached=None if self.cached is None or other.cached is None else self.cached.where(rows, other.cached),
         )
 
     @classmethod
@@ -152,6 +253,7 @@ class MemoryState:
 
         weights = join([s.weights for s in states])
         whole = all(s.anchor is s.weights for s in states)
+        cached = [s.cached for s in states if s.cached is not None]
         return cls(
             weights=weights,
             momentum=join([s.momentum for s in states]),
@@ -160,6 +262,7 @@ class MemoryState:
             gram=concatenate_or_zero([s.gram for s in states], [s.batch_size for s in states]),
             conv=join([s.conv for s in states]),
             rule=next((s.rule for s in states if s.rule is not None), None),
+            cached=CachedSegments.concatenate(cached) if cached else None,
         )
 
     def norms(self) -> dict[str, Tensor]:
@@ -175,6 +278,10 @@ class MemoryState:
         groups = {"weights": self.weights, "momentum": self.momentum, "conv": self.conv}
         if self.anchor is not self.weights:
             groups["anchor"] = self.anchor
+        if self.cached is not None:
+            groups["cached.weights"] = self.cached.weights
+            cached = replace(self.cached, length=self.cached.lengths)
+            tensors |= {f"cached.{name}": getattr(cached, name) for name in CACHED}
         for name, group in groups.items():
             tensors |= {f"{name}.{index}": tensor for index, tensor in enumerate(group)}
         if self.gram is not None:
@@ -210,6 +317,7 @@ class MemoryState:
                 raise ValueError("gram and weights have different batch or heads")
             if any(len(c) != state.batch_size for c in conv):
                 raise ValueError("conv and weights have different batch sizes")
+            cached = _cached({name: tensors.get(f"cached.{name}") for name in CACHED}, group("cached.weights"), state)
         except ValueError as error:
             raise ValueError(f"{target} holds a damaged memory state: {error}") from error
         return replace(
@@ -219,7 +327,26 @@ class MemoryState:
             gram=gram,
             conv=conv,
             rule=words.get("rule"),
+            cached=cached,
         )
+
+
+def _cached(
+    found: Mapping[str, Tensor | None], weights: tuple[Tensor, ...], state: MemoryState
+) -> CachedSegments | None:
+    """The cached segments of a file with the other fields of ``state``; None: it has none."""
+    means, spans, total, length = (found[name] for name in CACHED)
+    if means is None and spans is None and total is None and length is None and not weights:
+        return None
+    if means is None or spans is None or total is None or length is None or spans.ndim != 2:
+        raise ValueError("a part of the cached segments is missing")
+    batch, kept = spans.shape
+    if [w.shape for w in weights] != [(batch, kept, *w.shape[1:]) for w in state.weights]:
+        raise ValueError("cached and present weights have different shapes")
+    shapes = [tuple(x.shape) for x in (means, total, length)]
+    if batch != state.batch_size or shapes != [(batch, kept, total.shape[-1]), (batch, total.shape[-1]), (batch,)]:
+        raise ValueError("the parts of the cached segments have different shapes")
+    return CachedSegments(weights, means, spans, total, aligned(length))
 
 
 def aligned(positions: Tensor) -> int | Tensor:
