@@ -285,6 +285,20 @@ def test_the_auto_classes_know_the_models_once_titans_is_imported(tmp_path: Path
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, capture_output=True)
 
 
+@torch.no_grad()
+def test_a_cache_of_a_version_with_fewer_fields_goes_on() -> None:
+    made, ids = model("mac"), tokens(TIME)
+    cache = made(ids[:, :11], use_cache=True).past_key_values
+    later = ("memory_cache_average", "memory_cache_top_k")
+    cache.fingerprint = {name: value for name, value in cache.fingerprint.items() if name not in later}
+    cache._fits = None
+    torch.testing.assert_close(made(ids[:, 11:], past_key_values=cache).logits, made(ids).logits[:, 11:])
+    other = TitansForCausalLM(config("mac", memory_cache_segment_size=2 * SEGMENT, memory_cache_average=True))
+    cache._fits = None
+    with pytest.raises(ValueError, match=r"memory_cache_\w+=(None|False); this one has"):
+        other(ids[:, 11:], past_key_values=cache)
+
+
 @pytest.mark.slow
 @torch.no_grad()
 def test_a_cache_saved_in_one_process_goes_on_in_another(tmp_path: Path) -> None:

@@ -210,12 +210,14 @@ class TitansCache(Cache):
     def check(self, config: TitansConfig, batch_size: int) -> None:
         """Raises a ``ValueError`` if the cache does not fit a model and a batch."""
         if self._fits is not config:
-            mine, theirs = self.fingerprint, config.fingerprint()
-            different = [name for name in theirs if mine.get(name) != theirs[name]]
+            theirs = config.fingerprint()
+            # A file of an earlier version lacks the fields that came later: its model had their defaults.
+            mine = {name: getattr(type(config), name, None) for name in theirs} | self.fingerprint
+            different = [name for name in theirs if mine[name] != theirs[name]]
             if different:
                 name = different[0]
                 raise ValueError(
-                    f"the cache comes from a model with {name}={mine.get(name)!r}; this one has {name}={theirs[name]!r}"
+                    f"the cache comes from a model with {name}={mine[name]!r}; this one has {name}={theirs[name]!r}"
                 )
             self._fits = config
         if self.batch_size not in (-1, batch_size):
