@@ -6,10 +6,11 @@ import json
 import socket
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, NamedTuple
+
+from tests.programs import running
 
 CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
 USAGE = {"prompt_tokens": 7, "completion_tokens": 2, "total_tokens": 9}
@@ -157,17 +158,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@contextmanager
-def answering(*words: str) -> Iterator[Upstream]:
+def answering(*words: str) -> AbstractContextManager[Upstream]:
     """A running server."""
-    with Upstream(list(words)) as upstream:
-        thread = threading.Thread(target=upstream.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield upstream
-        finally:
-            upstream.shutdown()
-            thread.join()
+    return running(Upstream(list(words)))
 
 
 if __name__ == "__main__":

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+from tests.programs import running
 
 KEY = "secret"
 
@@ -94,17 +94,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
-@contextmanager
-def serve(*words: str) -> Iterator[Endpoint]:
+def serve(*words: str) -> AbstractContextManager[Endpoint]:
     """A running endpoint."""
-    with Endpoint(list(words)) as endpoint:
-        thread = threading.Thread(target=endpoint.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield endpoint
-        finally:
-            endpoint.shutdown()
-            thread.join()
+    return running(Endpoint(list(words)))
 
 
 def closed_port() -> int:

@@ -1,32 +1,18 @@
 from __future__ import annotations
 
-import importlib.util
-import json
 import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ENGINES = ["sqlite", "postgres"] if importlib.util.find_spec("pgserver") else ["sqlite"]
+from tests.programs import ENGINES, figures_of
+
 PROGRAM = Path(__file__).with_name("killing.py")
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="writers are forked")
 
 
-def run(*arguments: object) -> dict[str, Any]:
-    """The figures of the program, run by itself: it forks, which must not happen here among threads."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    command = [sys.executable, str(PROGRAM), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=PROGRAM.parents[2])
-    assert done.returncode == 0, done.stderr[-3000:]
-    figures: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return figures
-
-
 def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    figures = run(tmp_path / "work", "--rounds", 2, "--seconds", 0.7, "--engines", *ENGINES)
+    figures = figures_of(PROGRAM, tmp_path / "work", "--rounds", 2, "--seconds", 0.7, "--engines", *ENGINES)
     assert [each["rounds"] for each in figures.values()] == [2] * len(ENGINES)
     assert all(each["most_records"] > 0 for each in figures.values())
 
@@ -34,12 +20,12 @@ def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("engine", ENGINES)
 def test_two_hundred_rounds_of_four_writers_lose_nothing(tmp_path: Path, engine: str) -> None:
-    figures = run(tmp_path / "work", "--rounds", 200, "--seed", 1, "--engines", engine)[engine]
+    figures = figures_of(PROGRAM, tmp_path / "work", "--rounds", 200, "--seed", 1, "--engines", engine)[engine]
     assert figures["rounds"] == 200 and figures["most_records"] > 100
     assert figures["server_kills"] == (100 if engine == "postgres" else 0)
 
 
 @pytest.mark.slow
 def test_a_store_of_ten_thousand_records_opens_in_less_than_a_second_after_a_kill(tmp_path: Path) -> None:
-    figures = run(tmp_path / "work", "--reopen", 10_000)
+    figures = figures_of(PROGRAM, tmp_path / "work", "--reopen", 10_000)
     assert figures["open_and_search"] < 1.0

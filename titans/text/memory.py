@@ -510,11 +510,8 @@ class Memory:
         limit: int = 100,
     ) -> list[Record]:
         """The newest records of a user that match, newest first."""
-        scope, tests = Scope(user, agent, session), check_filters(filters)
         limit = check_count(limit, "limit", 1)
-        with self.store.reading():
-            selection = self.store.select(scope, tests)
-            return [] if selection is None else list(self.store.newest(selection, limit).values())
+        return list(self._newest(Scope(user, agent, session), filters, limit).values())
 
     def page(
         self,
@@ -527,14 +524,19 @@ class Memory:
         cursor: str | None = None,
     ) -> tuple[list[Record], str | None]:
         """As :meth:`records`, and where the next page begins: the ``cursor`` to ask with; None after the last."""
-        scope, tests = Scope(user, agent, session), check_filters(filters)
         limit = check_count(limit, "limit", 1, MAX_FOUND)
         before = MAX_NUMBER if cursor is None else _check_cursor(cursor)
-        with self.store.reading():
-            selection = self.store.select(scope, tests)
-            found = {} if selection is None else self.store.newest(selection, limit + 1, before)
+        found = self._newest(Scope(user, agent, session), filters, limit + 1, before)
         numbers = list(found)[:limit]
         return [found[number] for number in numbers], str(numbers[-1]) if len(found) > limit else None
+
+    def _newest(
+        self, scope: Scope, filters: Mapping[str, Any] | None, limit: int, before: int = MAX_NUMBER
+    ) -> dict[int, Record]:
+        tests = check_filters(filters)
+        with self.store.reading():
+            selection = self.store.select(scope, tests)
+            return {} if selection is None else self.store.newest(selection, limit, before)
 
     def export_page(
         self, user: str | None = None, limit: int = BATCH, cursor: str | None = None
