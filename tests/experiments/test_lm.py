@@ -10,14 +10,11 @@ from typing import Any
 
 import pytest
 
-from titans.experiments import runs
+from tests.experiments.finished import finish, text
 from titans.experiments.ablation import PAPER, about_ablation, language_models, paper_table, table_rows
 from titans.experiments.catalogue import find_experiment
 from titans.experiments.depth import depth_table
-from titans.experiments.lm import LMExperiment, lm_section, run_experiment, summarise_runs
-from titans.experiments.runs import Job
-from titans.files import RESULT
-from titans.training.prepare import prepare
+from titans.experiments.lm import LMExperiment, equal_budgets, lm_section, run_experiment, summarise_runs
 
 
 def experiment(**fields: Any) -> LMExperiment:
@@ -69,32 +66,20 @@ def test_a_model_that_diverged_is_last_and_has_no_mean() -> None:
     assert depth_table(rows[-1:], results).rows == [["a", "1,000", "NaN", "NaN", "1.0"]]
 
 
+def test_equal_times_are_whole_batches_in_the_median_time() -> None:
+    table = [{"model": name, "cpu_minutes": minutes} for name, minutes in (("lmm", 4.0), ("mac", 8.0), ("x", 5.0))]
+    asked = experiment(tokens=10 * 1024)
+    assert equal_budgets(asked, table) == {"lmm": 12 * 1024, "mac": 6 * 1024, "x": 10 * 1024}
+    assert replace(asked, budgets=equal_budgets(asked, table)).config("mac", 0).steps == 6
+
+
 def test_a_run_that_diverged_does_not_cost_the_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Done:
-        returncode = 0
-
-        def poll(self) -> int:
-            return 0
-
-    def start(job: Job) -> Done:
-        loss = math.nan if job.name == "mac-0" else 3.0
-        figures = {"eval_loss": loss, "parameters": 10.0, "tokens": 512, "cpu_seconds": 1.0, "peak_memory": math.nan}
-        job.folder.mkdir(parents=True)
-        (job.folder / RESULT).write_text(json.dumps(figures))
-        lines = [{"step": 1, "eval_loss": 5.0}, {"step": 2, "eval_loss": loss}]
-        (job.folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        return Done()
-
-    monkeypatch.setattr(runs, "_start", start)
-    monkeypatch.setattr(runs, "POLL", 0.0)
-    files = [tmp_path / "train.txt", tmp_path / "validation.txt"]
-    for file in files:
-        file.write_text("To be, or not to be. " * 100)
-    prepare([str(files[0])], tmp_path / "data", validation=[str(files[1])])
-    asked = experiment(data=str(tmp_path / "data"), out=str(tmp_path / "out"), seeds=(0,), length=64, batch_tokens=256)
-    report = run_experiment(asked, command="titans experiment lm")
+    finish(monkeypatch, lambda job: math.nan if job.name == "mac-0" else 3.0)
+    asked = experiment(data=text(tmp_path), out=str(tmp_path / "out"), seeds=(0,), length=64, batch_tokens=256)
+    report = run_experiment(asked, command="titans experiment lm", equal_time=True)
     assert [row["loss"] for row in report["table"]] == [3.0, None]
     assert json.loads((tmp_path / "out" / "lm.json").read_text(), parse_constant=pytest.fail)["table"]
+    assert [row["loss"] for row in report["equal_time"]["table"]] == [3.0, None]
     assert "titans experiment lm" in (tmp_path / "out" / "lm.md").read_text()
     for file in ("report.html", "lm-training.png", "lm-final.png"):
         assert (tmp_path / "out" / file).is_file()

@@ -51,6 +51,14 @@ def numbers(text: str, option: str) -> tuple[int, ...]:
         raise typer.BadParameter(f"{option} takes whole numbers with commas between them, got '{text}'.") from None
 
 
+def decimals(text: str, option: str) -> tuple[float, ...]:
+    """Numbers with commas between them."""
+    try:
+        return tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"{option} takes numbers with commas between them, got '{text}'.") from None
+
+
 def names(text: str | None) -> tuple[str, ...]:
     """Names with commas between them."""
     return tuple(part.strip() for part in text.split(",") if part.strip()) if text else ()

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from titans.cli.common import Device, bar, names, numbers, one_sentence, pairs, require, single_command, this_command
+from titans.cli.common import (
+    Device,
+    bar,
+    decimals,
+    names,
+    numbers,
+    one_sentence,
+    pairs,
+    require,
+    single_command,
+    this_command,
+)
 from titans.experiments.recipes import PROGRAMS, SUFFIXES, known_experiments
 from titans.files import locked
 from titans.words import nearest
@@ -97,6 +108,9 @@ def lm(
     learning_rate: Annotated[float, typer.Option(help="Learning rate of every model.")] = 4e-3,
     rate: Annotated[list[str], typer.Option(help="Learning rate of one model, NAME=RATE. May be repeated.")] = [],  # noqa: B006
     field: Fields = [],  # noqa: B006
+    equal_time: Annotated[
+        bool, typer.Option("--equal-time", help="Train once more, on as many tokens as equal CPU times allow.")
+    ] = False,
     device: Device = "auto",
     at_a_time: AtATime = 2,
     quick: Quick = False,
@@ -113,7 +127,29 @@ def lm(
             learning_rate=learning_rate,
             rates=pairs(rate, "--rate"),
         )
-        run_experiment(experiment.quick() if quick else experiment, move, this_command())
+        run_experiment(experiment.quick() if quick else experiment, move, this_command(), equal_time)
+
+
+@app.command("shapes", help=PROGRAMS["shapes"])
+def shapes(
+    data: Data,
+    out: Out = Path("runs/shapes"),
+    models: Names = None,
+    seeds: Seeds = "0",
+    tokens: Tokens = 204_800,
+    rates: Annotated[str, typer.Option(help="Learning rates, an odd number of them.")] = "0.002,0.004,0.008",
+    field: Fields = [],  # noqa: B006
+    device: Device = "auto",
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
+) -> None:
+    with _program("shapes", out, quick) as (out, move):
+        from titans.experiments.shapes import CANDIDATES, run_shapes
+
+        language = replace(
+            _on_text(data, out, seeds, tokens, field, device, at_a_time), models=names(models) or tuple(CANDIDATES)
+        )
+        run_shapes(language.quick() if quick else language, decimals(rates, "--rates"), move, this_command())
 
 
 @app.command("ablation", help=PROGRAMS["ablation"])

@@ -47,6 +47,7 @@ class LMExperiment:
         size: name of :data:`titans.models.baselines.SIZES`: all models get its number of parameters.
         seeds: one run of every model for each.
         tokens: per run.
+        budgets: tokens per run of single models.
         length, batch_tokens, learning_rate, warmup, weight_decay: as in a training config, the same for all models.
         rates: learning rates of single models.
         fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
@@ -65,6 +66,7 @@ class LMExperiment:
     size: str = "1.5m"
     seeds: tuple[int, ...] = (0, 1, 2)
     tokens: int = 1_500_000
+    budgets: dict[str, int] = field(default_factory=dict)
     length: int = 256
     batch_tokens: int = 1024
     learning_rate: float = 4e-3
@@ -109,7 +111,7 @@ class LMExperiment:
 
     def config(self, model: str, seed: int) -> TrainConfig:
         """The training run of a model and a seed."""
-        steps = max(1, self.tokens // self.batch_tokens)
+        steps = max(1, self.budgets.get(model, self.tokens) // self.batch_tokens)
         every = max(1, steps // max(1, self.evaluations))
         described = {"name": model, "size": self.size} | self.rows.get(model, {})
         own = f"{model}."
@@ -140,15 +142,42 @@ class LMExperiment:
         )
 
 
-def run_experiment(experiment: LMExperiment, progress: Progress = silent, command: str = "") -> dict[str, Any]:
+def run_experiment(
+    experiment: LMExperiment, progress: Progress = silent, command: str = "", equal_time: bool = False
+) -> dict[str, Any]:
     """Trains what is not trained yet; writes lm.json, lm.md, the page and its figures into the experiment's folder.
 
     Runs that were interrupted go on; those that are complete, and were made with the same settings, are kept. A
     ``ValueError`` says what is wrong before anything is trained.
+
+    Args:
+        equal_time: train every model once more, on as many tokens as take it the CPU time of the median model above.
     """
     report = train_models(experiment, progress) | {"command": command}
-    write_outcome(report, TITLE, [lm_section(report)], Path(experiment.out))
+    sections = [lm_section(report)]
+    if equal_time:
+        report["equal_time"] = _train_equally_long(experiment, report["table"], progress)
+        sections.append(equal_time_section(report["equal_time"]))
+    write_outcome(report, TITLE, sections, Path(experiment.out))
     return report
+
+
+def _train_equally_long(
+    experiment: LMExperiment, table: Sequence[dict[str, Any]], progress: Progress
+) -> dict[str, Any]:
+    """The runs of every model on as many tokens as the median CPU time of ``table`` allows it."""
+    budgets = equal_budgets(experiment, table)
+    out = str(Path(experiment.out) / "equal-time")
+    return train_models(replace(experiment, budgets=budgets, out=out), progress) | {"budgets": budgets}
+
+
+def equal_budgets(experiment: LMExperiment, table: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """Tokens by model, whole batches, that take every model the median CPU time of ``table``."""
+    minutes = statistics.median(row["cpu_minutes"] for row in table)
+    batch = experiment.batch_tokens
+    return {
+        row["model"]: max(1, round(experiment.tokens * minutes / row["cpu_minutes"] / batch)) * batch for row in table
+    }
 
 
 def train_models(experiment: LMExperiment, progress: Progress = silent) -> dict[str, Any]:
@@ -259,6 +288,24 @@ def lm_section(report: dict[str, Any]) -> Section:
         ),
     ]
     return Section("Validation loss", [about], [table], figures)
+
+
+def equal_time_section(report: dict[str, Any]) -> Section:
+    """The final losses of runs that took about as long."""
+    about = "The same models, each on as many tokens as the median of the CPU times above allows it."
+    rows = [
+        [
+            row["model"],
+            f"{report['budgets'][row['model']]:,}",
+            show(row["loss"]),
+            "" if row["spread"] is None else f"{row['spread']:.3f}",
+            ", ".join(map(show, row["losses"])),
+            f"{row['cpu_minutes']:.1f}",
+        ]
+        for row in report["table"]
+    ]
+    header = ["model", "training tokens", "loss", "±", "each seed", "CPU minutes per run"]
+    return Section("Equal CPU time", [about], [Table(header, rows, "Best first.")])
 
 
 def _mean_curve(runs: Sequence[dict[str, Any]], model: str, tokens: Sequence[int]) -> list[float | None]:

@@ -1,0 +1,53 @@
+"""The search for shapes: as many runs for every model, the best at every rate, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.experiments.finished import finish, text
+from titans.experiments.lm import LMExperiment
+from titans.experiments.runs import Job
+from titans.experiments.shapes import CANDIDATES, SIZE, run_shapes
+from titans.models.baselines import config_for
+
+
+def search(folder: Path, *models: str) -> LMExperiment:
+    return LMExperiment(
+        data=text(folder), out=str(folder / "out"), models=models, seeds=(0,), length=64, batch_tokens=256
+    )
+
+
+def test_the_best_shape_is_trained_at_every_rate_and_the_best_of_all_is_chosen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def loss(job: Job) -> float:
+        layers = job.config.model.get("num_hidden_layers")
+        return math.nan if layers == 4 else abs(layers - 6) + 100 * job.config.learning_rate
+
+    finish(monkeypatch, loss)
+    report = run_shapes(search(tmp_path, "lmm", "sliding-window"), command="titans experiment shapes")
+    for model, chosen in report["chosen"].items():
+        assert chosen["shape"]["num_hidden_layers"] == 6 and chosen["learning_rate"] == 2e-3
+        assert len([row for row in report["found"] if row["model"] == model]) == len(CANDIDATES[model]) + 2
+    lines = (tmp_path / "out" / "shapes.md").read_text().splitlines()
+    assert [line.split("|")[2].strip() for line in lines if "chosen" in line] == [
+        "memory_depth 1, num_hidden_layers 6, memory_head_dim 64",
+        "num_hidden_layers 6",
+    ]
+
+
+def test_every_model_has_as_many_candidates_and_each_meets_the_size() -> None:
+    assert len({len(shapes) for shapes in CANDIDATES.values()}) == 1
+    for model, shapes in CANDIDATES.items():
+        for shape in shapes:
+            config_for(model, SIZE, **shape)
+
+
+def test_what_cannot_be_searched_is_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^models has 'gla': "):
+        run_shapes(search(tmp_path, "gla"))
+    with pytest.raises(ValueError, match=r"^rates is \[0.1, 0.2\]; expected an odd number of positive numbers$"):
+        run_shapes(search(tmp_path, "lmm"), (0.1, 0.2))
