@@ -406,6 +406,27 @@ def test_nothing_in_gives_nothing_out(shape: tuple[int, ...]) -> None:
     assert_identical(found((y, state)), found((y, layer.init_state(shape[0]))))
 
 
+@pytest.mark.parametrize(("heads", "local", "expected"), [
+    (4, None, [0.3, 0.3 * 120 ** (-1 / 3), 0.3 * 120 ** (-2 / 3), 0.0025]),
+    (4, 1, [0.3, 0.0025, 0.0025, 0.0025]),
+    (1, None, [0.0025]),
+    (2, 2, [0.3, 0.3 * 120**-0.5]),
+    (2, 0, [0.0025, 0.0025]),
+])  # fmt: skip
+@pytest.mark.parametrize("gates", ["token", "constant"])
+def test_local_heads_start_with_mixtures_of_tokens_and_fast_forgetting(
+    heads: int, local: int | None, expected: list[float], gates: str
+) -> None:
+    layer = NeuralMemory(16 * heads, heads, local_heads=local, gates=gates)
+    bias = layer.gate_bias if layer.to_gates is None else layer.to_gates.bias.unflatten(0, (-1, heads))
+    assert bias is not None and layer.conv is not None
+    torch.testing.assert_close(torch.sigmoid(bias[layer.gate_names.index("alpha")]), torch.tensor(expected))
+    q, k, v = layer.conv.unflatten(1, (3, heads, 16)).unbind(1)
+    count = heads - 1 if local is None else local
+    assert torch.equal(q, k)
+    assert (k[:, :count].abs() <= 0.5).all() and (k[-1, count:] > 0.5).all() and (v[-1] > 0.5).all()
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "dim is 0; expected a whole number of at least 1": {"dim": 0},
     "heads is 0; expected a whole number of at least 1": {"heads": 0},
@@ -417,6 +438,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head_dim is 0; expected a whole number of at least 1": {"head_dim": 0},
     "chunk_size is 0; expected a whole number of at least 1": {"chunk_size": 0},
     "conv_kernel is -1; expected 0 (none) or the kernel's width": {"conv_kernel": -1},
+    "local_heads is 3; expected a whole number from 0 to heads, 2, or None": {"local_heads": 3},
     "theta_max is 2; expected a number in (0, 1]": {"theta_max": 2},
     "activation is 'mish'; expected one of silu, gelu, gelu_tanh, relu": {"activation": "mish"},
     "loss is 'cubic'; expected one of squared, dot, huber": {"loss": "cubic"},

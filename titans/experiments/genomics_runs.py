@@ -31,7 +31,7 @@ PARAMETERS = 72_000  # of every sequence model, its tokens and its last layer in
 # What all variants of ours share; the width of the feed-forward layers makes up for the rest.
 OURS: dict[str, Any] = {
     "num_attention_heads": 2, "segment_size": 32, "window_size": 32,
-    "num_persistent_tokens": 4, "memory_heads": 2,
+    "num_persistent_tokens": 4, "memory_heads": 2, "memory_local_heads": 0,
 }  # fmt: skip
 ABLATIONS: dict[str, dict[str, Any]] = {
     "lmm-memory-off": {"memory_writes": False},

@@ -43,6 +43,7 @@ HOMES = ("start", "zero")
 BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
+SLOWEST, FASTEST = 0.0025, 0.3  # what heads forget per token at the start; local ones lie between, by equal ratios
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -80,6 +81,9 @@ class NeuralMemory(nn.Module):
         decay_first: take the gradient at the weights after forgetting, as Gated DeltaNet does; not in chunked mode.
         unit_keys: scale queries and keys to length 1.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
+        local_heads: how many heads start with keys that mix the last tokens and with fast forgetting, which suits
+            text; the others start with the present token as key and slow forgetting, which suits looking things up.
+            Training may change either. None: all but one.
         momentum, forgetting: switch either off.
         forget_to: ``"start"``: what is forgotten returns to the learned start M_0, where the memory can learn again;
             ``"zero"``: Eq. 13 as written, with which a deep memory that has forgotten everything has no gradient.
@@ -126,6 +130,7 @@ class NeuralMemory(nn.Module):
         decay_first: bool = False,
         unit_keys: bool = True,
         conv_kernel: int = 4,
+        local_heads: int | None = None,
         momentum: bool = True,
         forgetting: bool = True,
         forget_to: str = "start",
@@ -171,6 +176,8 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"checkpoint_every is {checkpoint_every}; expected a whole number of at least 1")
         if conv_kernel < 0:
             raise ValueError(f"conv_kernel is {conv_kernel}; expected 0 (none) or the kernel's width")
+        if local_heads is not None and not 0 <= local_heads <= heads:
+            raise ValueError(f"local_heads is {local_heads}; expected a whole number from 0 to heads, {heads}, or None")
         if not 0 < theta_max <= 1:
             raise ValueError(f"theta_max is {theta_max}; expected a number in (0, 1]")
         cache = {"cache_segment_size": cache_segment_size, "cache_top_k": cache_top_k,
@@ -211,6 +218,7 @@ class NeuralMemory(nn.Module):
         self._network = MemoryMLP(activation=activation, bias=bias, residual=residual)
         self.loss, self.optimiser, self.decay_first, self.unit_keys = loss, optimiser, decay_first, unit_keys
         self.conv_kernel = conv_kernel
+        self.local_heads = heads - 1 if local_heads is None else local_heads
         self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
         self.forget_to = forget_to
         self.theta_max, self.fixed_theta = theta_max, fixed_theta
@@ -247,7 +255,7 @@ class NeuralMemory(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """The initialisation of docs/log.md: queries start as keys, the memory as zero, forgetting slow."""
+        """The initialisation of docs/log.md: queries start as keys, the memory as zero, the first heads local."""
         inner = self.heads * self.head_dim
         for linear in (self.to_qkv, self.to_gate, self.to_out):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
@@ -257,15 +265,22 @@ class NeuralMemory(nn.Module):
         if self.conv is not None:
             nn.init.normal_(self.conv, std=0.1)
             self.conv[-1] += 1.0  # the present token passes
+            reach = self.conv_kernel**-0.5
+            nn.init.uniform_(self.conv[:, inner : inner + self.local_heads * self.head_dim], -reach, reach)
             self.conv[:, :inner] = self.conv[:, inner : 2 * inner]
-        first = {"theta": 0.5, "alpha": 0.0025, "eta": 0.5 / ETA_MAX}
-        start = {name: math.log(value / (1 - value)) for name, value in first.items()}
-        bias = torch.tensor([start[name] for name in self.gate_names])
-        if self.to_gates is not None:
+        local, alpha = self.local_heads, torch.full((self.heads,), SLOWEST)
+        alpha[:local] = torch.logspace(math.log10(FASTEST), math.log10(SLOWEST), local + 1)[:local]
+        first = {
+            "theta": torch.full((self.heads,), 0.5),
+            "alpha": alpha,
+            "eta": torch.full((self.heads,), 0.5 / ETA_MAX),
+        }
+        bias = torch.stack([torch.logit(first[name]) for name in self.gate_names]) if self.gate_names else None
+        if self.to_gates is not None and bias is not None:
             nn.init.normal_(self.to_gates.weight, std=0.1 * self.dim**-0.5)
-            self.to_gates.bias.copy_(bias.repeat_interleave(self.heads))
-        if self.gate_bias is not None:
-            self.gate_bias.copy_(bias.unsqueeze(1).expand(-1, self.heads))
+            self.to_gates.bias.copy_(bias.flatten())
+        if self.gate_bias is not None and bias is not None:
+            self.gate_bias.copy_(bias)
         for index, weight in enumerate(self.initial):
             if index + 1 == self.depth and self.gain is None:
                 nn.init.zeros_(weight)

@@ -45,7 +45,7 @@ LEAST = {
     "vocab_size": 1, "hidden_size": 1, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 1,
     "segment_size": 1, "window_size": 1, "num_persistent_tokens": 0, "memory_heads": 1, "memory_head_dim": 1,
     "memory_depth": 1, "memory_chunk_size": 1, "memory_sweeps": 0, "memory_conv_kernel": 0,
-    "memory_checkpoint_every": 1, "memory_cache_segment_size": 1, "memory_cache_top_k": 1,
+    "memory_local_heads": 0, "memory_checkpoint_every": 1, "memory_cache_segment_size": 1, "memory_cache_top_k": 1,
     "memory_cache_max_states": 1, "max_position_embeddings": 1,
 }  # fmt: skip
 # the most that positive numbers may be
@@ -116,6 +116,7 @@ class TitansConfig(PreTrainedConfig):
     memory_decay_first: bool = False
     memory_unit_keys: bool = True
     memory_conv_kernel: int = 4
+    memory_local_heads: int | None = None
     memory_momentum: bool = True
     memory_forgetting: bool = True
     memory_forget_to: str = "start"
@@ -169,6 +170,11 @@ class TitansConfig(PreTrainedConfig):
             raise ValueError(
                 f"memory_heads is {self.memory_heads} and hidden_size is {self.hidden_size}; "
                 "expected heads that divide the width, or memory_head_dim"
+            )
+        if self.memory_local_heads is not None and self.memory_local_heads > self.memory_heads:
+            raise ValueError(
+                f"memory_local_heads is {self.memory_local_heads} and memory_heads is {self.memory_heads}; "
+                "expected no more of them"
             )
         kept = self.memory_cache_segment_size
         if kept is not None and self.variant == "mac" and self.use_attention and kept % self.segment_size:
@@ -357,6 +363,7 @@ class TitansPredictionConfig(TitansConfig):
     window_size: int = 16
     num_persistent_tokens: int = 0
     memory_heads: int = 4
+    memory_local_heads: int | None = 0
     tie_word_embeddings: bool = False
 
     context_length: int = 96
