@@ -26,6 +26,8 @@ _LINEAR: Sequence[Shape] = (  # of models with a linear memory
     {"num_hidden_layers": 6, "memory_heads": 2, "memory_head_dim": 128},
     {"num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 80},
     {"num_hidden_layers": 10, "hidden_size": 96, "memory_head_dim": 48},
+    {"num_hidden_layers": 3, "hidden_size": 192, "memory_head_dim": 80},
+    {"num_hidden_layers": 4, "hidden_size": 160, "memory_heads": 2, "memory_head_dim": 128},
 )
 _MEMORY: Sequence[Shape] = (
     {"memory_depth": 2, "num_hidden_layers": 4},
@@ -34,6 +36,8 @@ _MEMORY: Sequence[Shape] = (
     {"memory_depth": 2, "num_hidden_layers": 6, "memory_head_dim": 64},
     {"memory_depth": 1, "num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 80},
     {"memory_depth": 1, "num_hidden_layers": 10, "hidden_size": 96, "memory_head_dim": 48},
+    {"memory_depth": 1, "num_hidden_layers": 3, "hidden_size": 192, "memory_head_dim": 80},
+    {"memory_depth": 2, "num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 64},
 )
 _HYBRID: Sequence[Shape] = (
     {"memory_depth": 2, "num_hidden_layers": 3},
@@ -42,6 +46,8 @@ _HYBRID: Sequence[Shape] = (
     {"memory_depth": 2, "num_hidden_layers": 4, "memory_head_dim": 64},
     {"memory_depth": 1, "num_hidden_layers": 3, "hidden_size": 160, "memory_head_dim": 80},
     {"memory_depth": 1, "num_hidden_layers": 7, "hidden_size": 96, "memory_head_dim": 48},
+    {"memory_depth": 1, "num_hidden_layers": 2, "hidden_size": 192, "memory_head_dim": 80},
+    {"memory_depth": 2, "num_hidden_layers": 3, "hidden_size": 160, "memory_head_dim": 64},
 )
 _ATTENTION: Sequence[Shape] = (
     {"num_hidden_layers": 4},
@@ -50,6 +56,8 @@ _ATTENTION: Sequence[Shape] = (
     {"num_hidden_layers": 6, "num_attention_heads": 8},
     {"num_hidden_layers": 4, "hidden_size": 160},
     {"num_hidden_layers": 10, "hidden_size": 96},
+    {"num_hidden_layers": 3, "hidden_size": 192},
+    {"num_hidden_layers": 4, "hidden_size": 160, "num_attention_heads": 8},
 )
 CANDIDATES: Mapping[str, Sequence[Shape]] = {
     "lmm": _MEMORY,
@@ -66,6 +74,8 @@ CANDIDATES: Mapping[str, Sequence[Shape]] = {
         {"num_heads": 2, "head_dim": 128, "chunk_size": 64},
         {"num_heads": 5, "head_dim": 64, "chunk_size": 64, "hidden_size": 160},
         {"num_heads": 3, "head_dim": 64, "chunk_size": 64, "hidden_size": 96},
+        {"num_heads": 6, "head_dim": 64, "chunk_size": 64, "hidden_size": 192},
+        {"num_heads": 10, "head_dim": 32, "chunk_size": 64, "hidden_size": 160},
     ),
 }
 
