@@ -17,6 +17,9 @@ from titans.cli import main as command
 from titans.experiments.catalogue import find_experiment
 from titans.experiments.recipes import PROGRAMS, known_experiments, read_recipe, shipped_recipes
 from titans.experiments.tasks import TaskExperiment
+from titans.models.tokenizer import byte_tokenizer
+from titans.tasks import example
+from titans.tasks.phonebook import Phonebook
 
 ROOT = Path(__file__).parents[2]
 SHIPPED = [name for name in shipped_recipes() if not name.startswith("_")]
@@ -301,3 +304,14 @@ def test_the_list_of_experiments_imports_no_package_that_adds_some(packages: Pat
 def test_a_recipe_says_what_it_is(tmp_path: Path) -> None:
     for name in SHIPPED:
         assert {"help", "title", "about", "models", "train", "tests"} <= read_recipe(shipped_recipes()[name]).keys()
+
+
+def test_no_window_of_mal_sees_the_answer_to_a_question_of_a_phone_book_that_teaches_it_needles() -> None:
+    recipe = read_recipe(shipped_recipes()["needle"])
+    window = (recipe["model"] | recipe["models"]["mal"])["window_size"]
+    tokenizer = byte_tokenizer()
+    for number in range(50):
+        book = example(Phonebook(), "train", 0, number, recipe["train"]["shortest"], tokenizer)
+        text = bytes(book.tokens)
+        for answer in book.answers:
+            assert answer.place - text.index(bytes(answer.wanted)) > window

@@ -96,6 +96,20 @@ def test_mal_is_its_equations() -> None:
     torch.testing.assert_close(made(x)[0], feed_forward(made, between + y), rtol=0, atol=1e-10)
 
 
+@torch.no_grad()
+def test_mal_hears_of_what_its_window_does_not_see_through_the_memory_alone() -> None:
+    made = block("mal")
+    x = stream(4 * SIZE)
+    changed = x.clone()
+    changed[:, 0] += 1
+    reach = SIZE + made.memory.conv_kernel - 1  # of the window over tokens that the convolution has mixed
+    assert bool(((made(x)[0] - made(changed)[0]).abs().amax((0, 2)) > 1e-6).all())
+    made.memory.writes = False
+    before, after = made(x)[0], made(changed)[0]
+    assert not torch.equal(before[:, reach - 1], after[:, reach - 1])
+    assert torch.equal(before[:, reach:], after[:, reach:])
+
+
 @every_block
 @torch.no_grad()
 def test_rows_may_stand_at_different_places(name: str) -> None:
