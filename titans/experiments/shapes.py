@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +15,12 @@ from titans.report.progress import Progress, silent
 from titans.words import nearest
 
 Shape = dict[str, Any]  # fields of a config; the width of the feed-forward layers, or the state of Mamba2, follows
-Found = dict[str, Any]  # a row of the report: model, shape, learning_rate, parameters, loss, cpu_minutes
+Found = dict[str, Any]  # a row of the report: model, shape, tokens, learning_rate, parameters, loss, cpu_minutes
 
 RATES = (2e-3, 4e-3, 8e-3)
 SIZE = "1.5m"
+SHORTER = 4  # the first runs see so many times fewer tokens than the last
+FINALISTS = 3
 _LINEAR: Sequence[Shape] = (  # of models with a linear memory
     {"num_hidden_layers": 4},
     {"num_hidden_layers": 8},
@@ -92,8 +94,10 @@ def run_shapes(
     command: str = "",
     candidates: Mapping[str, Sequence[Shape]] = CANDIDATES,
 ) -> dict[str, Any]:
-    """Trains every candidate at the middle rate and each model's best at the others; writes shapes.json, shapes.md and
-    the page into the folder of ``language``.
+    """Finds each model's best shape and rate; writes shapes.json, shapes.md and the page into ``language.out``.
+
+    All candidates are trained on a quarter of the tokens at the middle rate; of each model the best few on all tokens;
+    and the best of those at the other rates.
 
     Args:
         language: the runs; its models are those that are searched for.
@@ -112,69 +116,73 @@ def run_shapes(
         for model in language.models
         for number, shape in enumerate(candidates[model])
     }
-    found = _train(language, tuple(rows), rows, middle, progress)
-    best = {model: _best(found, model)["label"] for model in language.models}
+    short = max(language.batch_tokens, language.tokens // SHORTER)
+    first = _train(replace(language, tokens=short), rows, rows, middle, progress)
+    finalists = [row["label"] for model in language.models for row in _ranked(first, model)[:FINALISTS]]
+    found = _train(language, finalists, rows, middle, progress)
+    best = [_ranked(found, model)[0]["label"] for model in language.models]
     for rate in rates:
         if rate != middle:
-            found += _train(language, tuple(best.values()), rows, rate, progress)
-    chosen = {model: _best(found, model) for model in language.models}
+            found += _train(language, best, rows, rate, progress)
+    chosen = {model: _ranked(found, model)[0] for model in language.models}
     report = {
         "name": "shapes",
         "command": command,
-        "tokens": language.tokens,
         "seeds": list(language.seeds),
-        "found": found,
+        "found": [*found, *first],
         "chosen": chosen,
     }
+    others = ", ".join(f"{rate:g}" for rate in rates if rate != middle)
     about = (
-        f"Validation loss after {language.tokens:,} training tokens, size {language.size}: all shapes at a learning "
-        f"rate of {middle:g}, then each model's best at {', '.join(f'{r:g}' for r in rates if r != middle)}. "
-        "What a shape does not say is as models.build has it; the feed-forward layers (Mamba2: the state) are as wide "
-        "as the number of parameters allows."
+        f"Validation loss, size {language.size}: all shapes after {short:,} training tokens at a learning rate of "
+        f"{middle:g}; each model's best {FINALISTS} after {language.tokens:,}; the best of those at {others}. What a "
+        "shape does not say is as models.build has it; the feed-forward layers (Mamba2: the state) are as wide as the "
+        "number of parameters allows."
     )
-    write_outcome(report, "Shapes and learning rates", [Section("What was tried", [about], [shapes_table(report)])],
-                  Path(language.out))  # fmt: skip
+    sections = [Section("What was tried", [about], [shapes_table(report)])]
+    write_outcome(report, "Shapes and learning rates", sections, Path(language.out))
     return report
 
 
 def _train(
-    language: LMExperiment, labels: tuple[str, ...], rows: dict[str, Shape], rate: float, progress: Progress
+    language: LMExperiment, labels: Iterable[str], rows: dict[str, Shape], rate: float, progress: Progress
 ) -> list[Found]:
-    out = Path(language.out) / f"rate-{rate:g}"
-    runs = replace(language, models=labels, rows=rows, learning_rate=rate, out=str(out))
+    out = Path(language.out) / f"{language.tokens}-tokens" / f"rate-{rate:g}"
+    runs = replace(language, models=tuple(labels), rows=rows, learning_rate=rate, out=str(out))
     table = {row["model"]: row for row in train_models(runs, progress)["table"]}
     return [
         {
             "label": label,
             "model": rows[label]["name"],
             "shape": {name: value for name, value in rows[label].items() if name != "name"},
+            "tokens": language.tokens,
             **{name: table[label][name] for name in ("learning_rate", "parameters", "loss", "losses", "cpu_minutes")},
         }
-        for label in labels
+        for label in runs.models
     ]
 
 
-def _best(found: Sequence[Found], model: str) -> Found:
+def _ranked(found: Sequence[Found], model: str) -> list[Found]:
+    """The rows of a model, the best of the longest runs first."""
     mine = [row for row in found if row["model"] == model]
-    return min(mine, key=lambda row: math.inf if row["loss"] is None else row["loss"])
+    return sorted(mine, key=lambda row: (-row["tokens"], math.inf if row["loss"] is None else row["loss"]))
 
 
 def shapes_table(report: dict[str, Any]) -> Table:
-    """Everything that was tried, model by model, the best first."""
-    rows = []
-    for model, chosen in report["chosen"].items():
-        mine = [row for row in report["found"] if row["model"] == model]
-        for row in sorted(mine, key=lambda row: math.inf if row["loss"] is None else row["loss"]):
-            rows.append(
-                [
-                    model,
-                    describe(row["shape"]),
-                    f"{row['learning_rate']:g}",
-                    f"{row['parameters']:,}",
-                    show(row["loss"]),
-                    f"{row['cpu_minutes']:.1f}",
-                    "chosen" if row == chosen else "",
-                ]
-            )
-    header = ["model", "shape", "learning rate", "parameters", "loss", "CPU minutes", ""]
+    """Everything that was tried, model by model, the longest runs and the best first."""
+    rows = [
+        [
+            model,
+            describe(row["shape"]),
+            f"{row['learning_rate']:g}",
+            f"{row['parameters']:,}",
+            f"{row['tokens']:,}",
+            show(row["loss"]),
+            f"{row['cpu_minutes']:.1f}",
+            "chosen" if row == chosen else "",
+        ]
+        for model, chosen in report["chosen"].items()
+        for row in _ranked(report["found"], model)
+    ]
+    header = ["model", "shape", "learning rate", "parameters", "training tokens", "loss", "CPU minutes", ""]
     return Table(header, rows, "Loss in nats per token.")
