@@ -19,7 +19,6 @@ from titans.experiments.linear import (
     inner_loss,
     inner_table,
     run_linear,
-    summary,
     task_experiment,
     task_jobs,
 )
@@ -89,11 +88,11 @@ def report(**language: Any) -> dict[str, Any]:
 
 
 def test_the_answer_has_near_and_far_and_each_seed() -> None:
-    header, rows = summary(report(), dict.fromkeys((TITANS, "linear memory")), "model")
-    assert header == ["model", "recall at 4", "recall at 8", "parity at 4", "parity at 8"]
-    assert rows[0] == [TITANS, "1.000 (1.00, 1.00)", "0.500 (0.50, 0.50)", "1.000 (1.00, 1.00)", "0.500 (0.50, 0.50)"]
-    assert rows[1][2] == "0.000 (0.00, 0.00)"  # what diverged recalls nothing
-    tested = answer(report(), [TITANS, "linear memory"]).tables[1]
+    trained, tested = answer(report(), [TITANS, "linear memory"]).tables
+    assert trained.header == ["model", "recall at 4", "recall at 8", "parity at 4", "parity at 8"]
+    both = ["1.000 (1.00, 1.00)", "0.500 (0.50, 0.50)"]
+    assert trained.rows[0] == [TITANS, *both, *both]
+    assert trained.rows[1][2] == "0.000 (0.00, 0.00)"  # what diverged recalls nothing
     assert [row[0] for row in tested.rows] == [TITANS, *(f"{TITANS} ({name})" for name in CHANGES)]
     assert inner_table(report()["inner"]).rows == [
         [TITANS, "1.000 (1.00, 1.00)", "0.375 (0.50, 0.25)", "-", "-"],
@@ -102,14 +101,14 @@ def test_the_answer_has_near_and_far_and_each_seed() -> None:
 
 
 def test_losses_on_text_stand_in_the_answer() -> None:
-    table = [{"model": TITANS, "losses": [1.0, 2.0]}, {"model": "linear memory", "losses": [None, 2.0]}]
-    made = report(table=table)
-    rows = summary(made, dict.fromkeys((TITANS, "linear memory")), "model")[1]
-    assert [row[-1] for row in rows] == ["1.500 (1.00, 2.00)", "NaN (NaN, 2.00)"]
-    key = f"perplexity {FIELD}={CHANGES[0]}"
-    made["results"][0]["tasks"][key] = {"cells": [{"group": {}, "whole": {"loss": 3.0}}]}
-    header, rows = summary(made, {TITANS: CHANGES[0]}, "at test time")
-    assert header[-1] == "loss on text" and rows[0][-1] == "3.000"
+    losses = {TITANS: [1.0, 2.0], "linear memory": [None, 2.0]}
+    made = report(table=[{"model": label, "losses": each} for label, each in losses.items()])
+    for number, name in enumerate((None, *CHANGES)):
+        key = "perplexity" if name is None else f"perplexity {FIELD}={name}"
+        made["results"][0]["tasks"][key] = {"cells": [{"group": {}, "whole": {"loss": 3.0 + number}}]}
+    trained, tested = answer(made, [TITANS, "linear memory"]).tables
+    assert [row[-1] for row in trained.rows] == ["1.500 (1.00, 2.00)", "NaN (NaN, 2.00)"]
+    assert [row[-1] for row in tested.rows] == ["3.000", "4.000", "5.000"]
 
 
 @pytest.mark.slow

@@ -90,12 +90,12 @@ def run_linear(
     if quick:
         experiments, language = [each.quick() for each in experiments], language and language.quick()
         seeds = seeds[:1]
-    texts, jobs = None, {}
-    if language is not None:  # its data is checked before anything is trained
-        texts, jobs["language"] = run_language(language, progress)
-    for task, experiment in zip(RECIPES, experiments, strict=True):
-        jobs[task] = task_jobs(experiment, out / task)
-        check_jobs([job for _, job in jobs[task]])
+    jobs = {task: task_jobs(each, out / task) for task, each in zip(RECIPES, experiments, strict=True)}
+    if language is not None:
+        jobs["language"] = language_jobs(language)
+    check_jobs([job for task in jobs for _, job in jobs[task]])
+    texts = None if language is None else run_language(language, progress)
+    for task in RECIPES:
         run_jobs([job for _, job in jobs[task]], at_a_time, progress)
     results = [read_result(job, label) for task in jobs for label, job in jobs[task] if job.tests]
     report = {
@@ -134,21 +134,29 @@ def task_jobs(experiment: TaskExperiment, out: Path) -> list[tuple[str, Job]]:
     ]
 
 
-def run_language(language: LMExperiment, progress: Progress) -> tuple[dict[str, Any], list[tuple[str, Job]]]:
-    """The runs on text: their report, and each with its label; Titans is also read with more steps."""
+def language_jobs(language: LMExperiment) -> list[tuple[str, Job]]:
+    """The runs on text with their labels."""
+    pairs = [(label, seed) for seed in language.seeds for label in language.models]
+    return [(label, Job(language.config(label, seed), language_tests(language, label))) for label, seed in pairs]
+
+
+def language_tests(language: LMExperiment, label: str) -> tuple[Evaluation, ...]:
+    """Titans reads some text as it is and with more steps; the others are only validated."""
     settings = {"data": language.data, "context": "sliding", "length": language.length, "batch_size": 8}
     plain = Evaluation(("perplexity",), settings | {"limit": min(LIMIT, language.tokens)})
-    tests = {TITANS: (plain, *changes([plain]))}
-    others = tuple(label for label in language.models if label != TITANS)
+    return (plain, *changes([plain])) if label == TITANS else ()
+
+
+def run_language(language: LMExperiment, progress: Progress) -> dict[str, Any]:
+    """Trains what is not trained yet; the report of :func:`titans.experiments.lm.train_models`."""
+    groups = [[label for label in language.models if (label == TITANS) is first] for first in (True, False)]
     parts = [
-        train_models(replace(language, models=models, tests=tests.get(models[0], ())), progress)
-        for models in ((TITANS,) if TITANS in language.models else (), others)
-        if models
+        train_models(replace(language, models=tuple(group), tests=language_tests(language, group[0])), progress)
+        for group in groups
+        if group
     ]
     runs = [run for part in parts for run in part["runs"]]
-    report = parts[0] | {"experiment": asdict(language), "runs": runs, "table": summarise_runs(runs)}
-    pairs = [(label, seed) for seed in language.seeds for label in language.models]
-    return report, [(label, Job(language.config(label, seed), tests.get(label, ()))) for label, seed in pairs]
+    return parts[0] | {"experiment": asdict(language), "runs": runs, "table": summarise_runs(runs)}
 
 
 def inner_losses(jobs: Sequence[tuple[str, Job]]) -> dict[str, list[tuple[float, float]]]:
@@ -175,7 +183,7 @@ def validation_batch(config: TrainConfig) -> torch.Tensor:
 
 @torch.no_grad()
 def inner_loss(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float]:
-    """||M(k_t) - v_t||^2 at M_{t-1} and at M_t: means over tokens, heads, sequences and layers."""
+    """The memory's own loss, l(M; k_t, v_t), at M_{t-1} and at M_t: means over tokens, heads, sequences and layers."""
     before, after = [], []
     states: dict[NeuralMemory, MemoryState] = {}
 
@@ -184,9 +192,10 @@ def inner_loss(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float]
 
         def observe(tokens: Tokens, state: MemoryState, surprise: Any) -> None:
             start = states[memory] if memory in states else memory.init_state(len(tokens.q))
-            y, *_ = run(memory.rule(start), tokens._replace(q=tokens.k), start)
+            rule = memory.rule(start)
+            y, *_ = run(rule, tokens._replace(q=tokens.k), start)
             before.append(surprise.loss.mean())
-            after.append((y - tokens.v).square().sum(-1).mean())
+            after.append(rule.loss.value(y, tokens.v).mean())
             states[memory] = state
 
         memory.observer = observe
@@ -204,8 +213,8 @@ def inner_loss(model: torch.nn.Module, ids: torch.Tensor) -> tuple[float, float]
 def linear_sections(report: Mapping[str, Any], labels: Sequence[str]) -> list[Section]:
     """The answer first, then what stands behind it."""
     inner = (
-        "||M(k) - v||^2 before and after a token is written, on validation sequences; means over tokens, heads and "
-        "layers. The inner steps lower what it is after the write. Names in brackets: a change at test time only."
+        "What the memory descends on (||M(k) - v||^2, or minus the dot product) before and after a token is written, "
+        "on validation sequences; means over tokens, heads and layers. Names in brackets: a change at test time only."
     )
     more = [answer(report, labels), Section("The inner loss", [inner], [inner_table(report["inner"])])]
     more += [] if report["language"] is None else [lm_section(report["language"])]
@@ -219,52 +228,61 @@ def answer(report: Mapping[str, Any], labels: Sequence[str]) -> Section:
         "Each model trained as it is named; means over the seeds, each seed in brackets. Accuracy by length in tokens; "
         "nats per token of text."
     )
-    tables = [Table(*summary(report, dict.fromkeys(labels), "model"), caption)]
+    texts, results = report["language"], report["results"]
+    losses = None if texts is None else {row["model"]: row["losses"] for row in texts["table"]}
+    tables = [Table(*summary("model", dict.fromkeys(labels), results, losses), caption)]
     if TITANS in labels:
         caption = (
             "Trained without a change, and changed when it was tested. The loss on text is that of the first "
             f"{LIMIT:,} validation tokens."
         )
         tested: dict[str, str | None] = {TITANS: None, **{f"{TITANS} ({name})": name for name in CHANGES}}
-        tables.append(Table(*summary(report, tested, "at test time"), caption))
+        losses = None
+        if texts is not None:
+            read = {label: find_cells(results, TITANS, "perplexity", binding) for label, binding in tested.items()}
+            losses = {label: [cells[0]["whole"]["loss"] for cells in found] for label, found in read.items()}
+        tables.append(Table(*summary("at test time", tested, results, losses), caption))
     return Section("The answer", [ABOUT, seeds], tables)
 
 
-def summary(report: Mapping[str, Any], rows: Mapping[str, str | None], first: str) -> tuple[list[str], list[list[str]]]:
-    """Header and rows: what models, or Titans with these bindings, reach near and far on each task and on text."""
+def summary(
+    first: str,
+    rows: Mapping[str, str | None],
+    results: Sequence[Mapping[str, Any]],
+    losses: Mapping[str, Sequence[float | None]] | None,
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows: how right models are at the shortest and the longest sequences of each task, and their losses.
+
+    Args:
+        first: heading of the labels.
+        rows: labels of models, or of Titans with the bindings that it was tested with.
+        losses: on text, by label and seed; None: there are none.
+    """
     header, columns = [first], []
     for task in RECIPES:
-        entries = {
-            label: [
-                result["tasks"][key]["cells"]
-                for result in report["results"]
-                if result["model"]["name"] == (TITANS if binding else label)
-                and (key := key_of(task, Evaluation((task,), fields={FIELD: binding} if binding else {})))
-                in result["tasks"]
-            ]
-            for label, binding in rows.items()
-        }
-        for which in (min, max):
-            cells = {
-                label: [which(each, key=lambda cell: cell["group"]["length"]) for each in found]
-                for label, found in entries.items()
-            }
-            lengths = [cell["group"]["length"] for found in cells.values() for cell in found]
-            header.append(f"{task} at {which(lengths):,}")
-            columns.append({label: [cell["value"] or 0.0 for cell in found] for label, found in cells.items()})
-    if report["language"] is not None:
+        cells = {label: find_cells(results, TITANS if name else label, task, name) for label, name in rows.items()}
+        lengths = sorted({cell["group"]["length"] for found in cells.values() for run in found for cell in run})
+        for length in dict.fromkeys((lengths[0], lengths[-1])):
+            header.append(f"{task} at {length:,}")
+            columns.append({label: _accuracies(found, length) for label, found in cells.items()})
+    if losses is not None:
         header.append("loss on text")
-        columns.append({label: _text_losses(report, label, binding, first) for label, binding in rows.items()})
+        columns.append({label: list(losses.get(label, ())) for label in rows})
     return header, [[label, *(_mean(column[label]) for column in columns)] for label in rows]
 
 
-def _text_losses(report: Mapping[str, Any], label: str, binding: str | None, first: str) -> list[float | None]:
-    """The loss on text of each seed: at the end of the training, or as read by a model that is changed at test time."""
-    if first == "model":
-        return [loss for row in report["language"]["table"] if row["model"] == label for loss in row["losses"]]
-    key = key_of("perplexity", Evaluation(("perplexity",), fields={FIELD: binding} if binding else {}))
-    found = [result["tasks"][key]["cells"][0] for result in report["results"] if key in result["tasks"]]
-    return [cell["whole"]["loss"] for cell in found]
+def find_cells(
+    results: Sequence[Mapping[str, Any]], label: str, task: str, binding: str | None
+) -> list[list[dict[str, Any]]]:
+    """The cells of a task for each seed of a model, as it was trained or tested with a binding."""
+    key = key_of(task, Evaluation((task,), fields={FIELD: binding} if binding else {}))
+    mine = [result["tasks"] for result in results if result["model"]["name"] == label]
+    return [tasks[key]["cells"] for tasks in mine if key in tasks]
+
+
+def _accuracies(runs: Sequence[Sequence[Mapping[str, Any]]], length: int) -> list[float | None]:
+    """Of each run at a length; one that diverged is never right."""
+    return [cell["value"] or 0.0 for cells in runs for cell in cells if cell["group"]["length"] == length]
 
 
 def inner_table(inner: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]) -> Table:
