@@ -290,16 +290,16 @@ def inner_table(inner: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]]
     labels = dict.fromkeys(label for found in inner.values() for label in found)
     header = ["model", *(f"{task}, {when}" for task in inner for when in ("before", "after"))]
     rows = [
-        [label, *(_mean([pair[i] for pair in found.get(label, ())]) for found in inner.values() for i in (0, 1))]
-        for label in labels
+        [label, *(_mean([pair[i] for pair in found.get(label, ())], ".3g") for found in inner.values() for i in (0, 1))]
+        for label in labels  # ascent reaches any size
     ]
     return Table(header, rows, "Means over the seeds, each seed in brackets.")
 
 
-def _mean(values: Sequence[float | None]) -> str:
+def _mean(values: Sequence[float | None], form: str = ".3f") -> str:
     """The mean, and each value where there are several; a run that diverged has none."""
     if not values:
         return "-"
     known = [value for value in values if value is not None]
-    mean = show(statistics.fmean(known) if len(known) == len(values) else None)
-    return f"{mean} ({', '.join(show(value, '.2f') for value in values)})" if len(values) > 1 else mean
+    mean = show(statistics.fmean(known) if len(known) == len(values) else None, form)
+    return f"{mean} ({', '.join(show(value, form) for value in values)})" if len(values) > 1 else mean
