@@ -170,6 +170,34 @@ def ablation(
         run_ablation(language, out, move, this_command(), quick)
 
 
+@app.command("linear", help=PROGRAMS["linear"])
+def linear(
+    data: Annotated[
+        Path | None,
+        typer.Argument(
+            help="Prepared data with a validation split, see titans prepare. Default: recall and parity only."
+        ),
+    ] = None,
+    out: Out = Path("runs/linear"),
+    models: Names = None,
+    seeds: Seeds = "0,1,2",
+    tokens: Tokens = 204_800,
+    steps: Annotated[
+        int | None, typer.Option(min=1, help="Training steps on recall and on parity, instead of 800 and 500.")
+    ] = None,
+    field: Fields = [],  # noqa: B006
+    device: Device = "auto",
+    at_a_time: AtATime = 2,
+    quick: Quick = False,
+) -> None:
+    with _program("linear", out, quick) as (out, move):
+        from titans.experiments.linear import run_linear
+
+        language = None if data is None else _on_text(data, out, seeds, tokens, field, device, at_a_time)
+        chosen = numbers(seeds, "--seeds")
+        run_linear(language, out, chosen, names(models), steps, at_a_time, move, this_command(), quick)
+
+
 @app.command("depth", help=PROGRAMS["depth"])
 def depth(
     data: Data,

@@ -17,6 +17,7 @@ PROGRAMS = {
     "lm": "Train our models and their baselines at equal parameters on equal tokens, and compare their losses.",
     "shapes": "Find each model's best layers, widths, heads and learning rate at one size, with as many runs for each.",
     "ablation": "Leave out one part of the memory after the other, on text and on recall: the paper's Table 5.",
+    "linear": "Is it secretly linear attention? The tests of arXiv 2602.21204 on recall, state tracking and language.",
     "depth": "Train memories of one to four layers and see how the loss falls along the text: the paper's Figure 7.",
     "forecasting": "Train our forecasters and others on the same windows of time series: the paper's Table 3.",
     "genomics": "Classify DNA with our models and others at equal size: the paper's Table 4.",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titans.layers.binding import BINDINGS, bind
 from titans.layers.caching import Caching, read_cached, run_segments
 from titans.layers.linear import call_wide, first_outputs, floating_dtype, is_plain
 from titans.ops import (
@@ -99,6 +101,8 @@ class NeuralMemory(nn.Module):
         cache_top_k: of the kept, each token reads only the so many that it fits best; None: all.
         cache_average: read the average of the kept weights as one memory, not the average of what each of them says.
         cache_max_states: the most that are kept; beyond it, neighbours are merged. None: memory grows with the text.
+        binding: for experiments: a name of :data:`titans.layers.binding.BINDINGS`, another way to bind values to keys
+            than the paper's.
         first_order: cheaper outer gradients that treat the weights of the inner gradient as constants.
         checkpoint_every: chunks between two states that the backward pass keeps; default: as memory allows.
         check_values: refuse NaN and infinities in the input with an error that says where.
@@ -145,6 +149,7 @@ class NeuralMemory(nn.Module):
         cache_top_k: int | None = None,
         cache_average: bool = False,
         cache_max_states: int | None = None,
+        binding: str | None = None,
         first_order: bool = False,
         checkpoint_every: int | None = None,
         check_values: bool = True,
@@ -189,6 +194,10 @@ class NeuralMemory(nn.Module):
                 raise ValueError(f"{name} is {count} and cache_segment_size is None; expected a size with it")
         if cache_average and cache_segment_size is None:
             raise ValueError("cache_average is True and cache_segment_size is None; expected a size with it")
+        if binding is not None and binding not in BINDINGS:
+            raise ValueError(f"binding is {binding!r}; expected one of {', '.join(BINDINGS)}, or None")
+        if binding is not None and (mode != "exact" or residual or cache_segment_size is not None):
+            raise ValueError(f"binding is {binding!r}; expected it in exact mode, without residual and cache")
         if loss not in LOSSES:
             raise ValueError(f"loss is {loss!r}; expected one of {', '.join(LOSSES)}")
         if optimiser not in OPTIMISERS:
@@ -228,6 +237,7 @@ class NeuralMemory(nn.Module):
         self.caching = None
         if cache_segment_size is not None:
             self.caching = Caching(cache_segment_size, cache_top_k, cache_average, cache_max_states)
+        self.binding = binding
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
         self.engine = "definition" if mode == "recurrent" else engine
         self.observer: Callable[[Tokens, MemoryState, Surprise], None] | None = None
@@ -611,8 +621,10 @@ class NeuralMemory(nn.Module):
     ) -> tuple[Tensor, MemoryState] | tuple[Tensor, MemoryState, Surprise]:
         options = self._options._replace(surprise=return_surprise or self.observer is not None)
 
+        run_rule = bind(self.binding, partial(run_memory, engine=self.engine, options=options, check_values=False))
+
         def run(tokens: Tokens, state: MemoryState) -> Any:
-            return run_memory(self.rule(state), tokens, state, self.engine, options, check_values=False)
+            return run_rule(self.rule(state), tokens, state)
 
         if self.caching is None:
             y, after, *surprise = run(tokens, state)

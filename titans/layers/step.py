@@ -296,6 +296,7 @@ def _takes_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> bool:
         and memory.sweeps is None
         and memory.gain is None
         and memory.caching is None
+        and memory.binding is None
         and state.batch_size > 0
         and isinstance(state.position, int)
         and state.position < (rule.period or 1)

@@ -131,6 +131,7 @@ class TitansConfig(PreTrainedConfig):
     memory_cache_top_k: int | None = None
     memory_cache_average: bool = False
     memory_cache_max_states: int | None = None
+    memory_binding: str | None = None
     memory_first_order: bool = False
     memory_checkpoint_every: int | None = None
 
@@ -190,6 +191,7 @@ class TitansConfig(PreTrainedConfig):
 
     def _check_each(self) -> None:
         """Each field by itself."""
+        from titans.layers.binding import BINDINGS
         from titans.layers.memory import GATE_SOURCES, HOMES, MODES
         from titans.ops.losses import LOSSES
         from titans.ops.network import ACTIVATIONS
@@ -197,7 +199,7 @@ class TitansConfig(PreTrainedConfig):
         choices = {
             "variant": VARIANTS, "ffn": FFNS, "gate": GATES, "memory_mode": MODES, "memory_loss": LOSSES,
             "memory_activation": ACTIVATIONS, "memory_gates": GATE_SOURCES, "memory_forget_to": HOMES,
-            "pooling": POOLINGS, "preset": PRESETS,
+            "memory_binding": BINDINGS, "pooling": POOLINGS, "preset": PRESETS,
         }  # fmt: skip
         least = LEAST | {"vocab_size": self.least_vocabulary}
         check_fields(self, TitansConfig.__annotations__, choices, least, MOST)
