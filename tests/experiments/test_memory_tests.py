@@ -34,7 +34,13 @@ def pairs_held(**settings: Any) -> int:
 def model(variant: str = "lmm", **fields: Any) -> TitansForCausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": TASK.vocab_size, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    spans = {"segment_size": 8, "window_size": 8, "num_persistent_tokens": 3, "memory_heads": 2}
+    spans = {
+        "segment_size": 8,
+        "window_size": 8,
+        "num_persistent_tokens": 3,
+        "memory_heads": 2,
+        "memory_local_heads": 0,
+    }
     return TitansForCausalLM(TitansConfig(variant=variant, **{**sizes, **spans, **fields}))
 
 
