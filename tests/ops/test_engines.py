@@ -43,7 +43,7 @@ def state(depth: int = 2, dtype: torch.dtype = torch.float64, device: str = "cpu
     [
         (Rule(), 2, "native (the fastest)"),
         (Rule(chunk_size=8), 1, "native (the fastest)"),
-        (Rule(), 1, "dual (not native: linear memory under the exact rule is solved at once)"),
+        (Rule(), 1, "native (the fastest)"),
         (Rule(loss=Huber()), 2, "dual (not native: loss is Huber, expected Squared or Dot)"),
         (
             Rule(MemoryMLP(norm=(torch.ones(1, 3), torch.zeros(1, 3))), chunk_size=8),

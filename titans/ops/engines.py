@@ -194,8 +194,6 @@ def _native_declines(rule: Rule, state: MemoryState, options: Options) -> str | 
     if rule.chunk_size is None:
         if options.by_sweeps:
             return "sweeps are asked for"
-        if len(state.weights) == 1:
-            return "linear memory under the exact rule is solved at once"
         if rule.retention.first and rule.retention.to is not None:
             return "retention forgets first, and not to zero"
     if not can_run_native(*state.weights, *state.momentum):
