@@ -14,6 +14,7 @@ from titans.evaluation.harness import PREFIX, LmEval
 from titans.evaluation.harness import TASKS as COMMON_SENSE
 from titans.evaluation.language import Perplexity
 from titans.evaluation.measure import Cell, Cells, Evaluation, Measure
+from titans.evaluation.retrieval import choose_count, keep_sentences, rank_sentences
 from titans.report.statistics import bootstrap
 from titans.tasks import Example, Group, Task, deal_settings, example, find_task, known_tasks, make_task, settings_of
 
@@ -21,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from titans.evaluation.score import Score
+
+
+BM25 = "bm25"  # the control that searches
+TUNED_ON = 32  # training sequences that tell how many sentences it should find
 
 
 @dataclass(frozen=True)
@@ -61,7 +66,9 @@ class TaskMeasure:
     def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
         """Draws one sequence of every group."""
         for group in self.groups():
-            example(self.task, "test", evaluation.seed, 0, group, tokenizer)
+            drawn = example(self.task, "test", evaluation.seed, 0, group, tokenizer)
+            if evaluation.control == BM25 and not len(drawn.sentences):
+                raise ValueError(f"control is {BM25!r} and {self.name} has no sentences; expected babilong")
 
     def measure(
         self,
@@ -75,8 +82,8 @@ class TaskMeasure:
         """One cell, after every batch of sequences, see :meth:`_cell`."""
         from titans.evaluation.score import Score, rows_at_once, score_each  # tasks can be listed without torch
 
-        def draw(number: int) -> Example:
-            drawn = example(self.task, "test", evaluation.seed, number, group, tokenizer)
+        def draw(number: int, split: str = "test") -> Example:
+            drawn = example(self.task, split, evaluation.seed, number, group, tokenizer)
             return replace(drawn, tokens=array("i", drawn.tokens))  # a million whole numbers are 4 MB, not 40
 
         count = self.task.count(group)
@@ -88,17 +95,45 @@ class TaskMeasure:
                 for answers in cell.get("scores", ())
             ]
             for control in controls
+            if control != BM25
         }
-        done = min(map(len, scores.values()))
+        if BM25 in controls:
+            yield {BM25: [self._searched(model, tokenizer, draw, group, evaluation, samples)]}
+        done = min(map(len, scores.values()), default=samples)
         while done < samples:
             first = draw(done)
             left, at_once = samples - done, rows_at_once(model, len(first.tokens))
             parts = max(1, min(-(-left // at_once), left // 2))  # even ones, as a sequence needs another to swap with
             stop = done + -(-left // parts)
-            found = score_each(model, [first, *map(draw, range(done + 1, stop))], controls)
-            scores = {control: [*scores[control][:done], *found[control]] for control in controls}
+            found = score_each(model, [first, *map(draw, range(done + 1, stop))], list(scores))
+            scores = {control: [*scores[control][:done], *found[control]] for control in scores}
             done = stop
-            yield {control: [self._cell(group, scores[control], evaluation, samples - done)] for control in controls}
+            yield {control: [self._cell(group, each, evaluation, samples - done)] for control, each in scores.items()}
+
+    def _searched(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        draw: Callable[..., Example],
+        group: Group,
+        evaluation: Evaluation,
+        samples: int,
+    ) -> Cell:
+        """The cell of a model that reads what BM25 finds: as many sentences as serve it best in training sequences.
+
+        It also says how many that are, and in which share of the sequences all that is needed was among them.
+        """
+        from titans.evaluation.score import score
+
+        count = choose_count(model, [draw(number, "train") for number in range(TUNED_ON)], tokenizer)
+        cut, whole = [], []
+        for number in range(samples):  # long texts one at a time
+            each = draw(number)
+            kept = rank_sentences(each, tokenizer)[:count]
+            cut.append(keep_sentences(each, kept))
+            whole += [set(each.needed) <= set(kept)] if each.needed else []
+        cell = self._cell(group, score(model, cut), evaluation, 0)
+        return cell | {"sentences": count, "found": fmean(whole) if whole else None}
 
     def _cell(self, group: Group, scores: Sequence[Sequence[Score]], evaluation: Evaluation, missing: int) -> Cell:
         """The mean over the sequences with its interval, and the loss per token of the answers."""

@@ -16,6 +16,7 @@ CONTROLS = {
     "no-writes": "nothing is ever written into the memory",
     "reset": "the memory is back at its start when the question comes; attention keeps its window",
     "swap": "the question is asked with the memory of another sequence",
+    "bm25": "of the text only the sentences are read that BM25 ranks best for the question: search instead of memory",
 }
 PIECE = 2048  # tokens per call, for models that can go on
 # group, value, low, high, count, values, and what else a measure knows; one that is not complete says what is missing
