@@ -97,8 +97,6 @@ class TaskMeasure:
             for control in controls
             if control != BM25
         }
-        if BM25 in controls:
-            yield {BM25: [self._searched(model, tokenizer, draw, group, evaluation, samples)]}
         done = min(map(len, scores.values()), default=samples)
         while done < samples:
             first = draw(done)
@@ -109,6 +107,8 @@ class TaskMeasure:
             scores = {control: [*scores[control][:done], *found[control]] for control in scores}
             done = stop
             yield {control: [self._cell(group, each, evaluation, samples - done)] for control, each in scores.items()}
+        if BM25 in controls:
+            yield {BM25: [self._searched(model, tokenizer, draw, group, evaluation, samples)]}
 
     def _searched(
         self,
