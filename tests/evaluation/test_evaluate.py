@@ -15,6 +15,7 @@ import torch
 
 from tests.evaluation.choices import log_likelihoods
 from titans import TitansConfig, TitansForCausalLM
+from titans.evaluation import score
 from titans.evaluation.evaluate import changed, evaluate, results_folder
 from titans.evaluation.kinds import TaskMeasure
 from titans.evaluation.measure import Evaluation
@@ -50,7 +51,7 @@ def test_what_was_measured_before_an_interruption_is_kept(
 ) -> None:
     measure, calls = TaskMeasure.measure, []
 
-    def counted(self: TaskMeasure, *arguments: Any) -> list[dict[str, Any]]:
+    def counted(self: TaskMeasure, *arguments: Any) -> Any:
         calls.append(arguments[2])
         if len(calls) == 3:
             raise KeyboardInterrupt
@@ -65,6 +66,36 @@ def test_what_was_measured_before_an_interruption_is_kept(
     monkeypatch.undo()
     whole = evaluate(str(saved), asked(), tmp_path / "whole")
     assert whole["tasks"]["recall"]["cells"] == result["tasks"]["recall"]["cells"]
+
+
+def test_a_batch_that_was_read_before_an_interruption_is_not_read_again(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[int] = []
+    inner = score.score_each
+
+    def counted(model: Any, examples: Any, controls: Any) -> Any:
+        read.append(len(examples))
+        if len(read) == 2:
+            raise KeyboardInterrupt
+        return inner(model, examples, controls)
+
+    monkeypatch.setattr(score, "score_each", counted)
+    monkeypatch.setattr(score, "rows_at_once", lambda *_: 2)
+    both = [asked(settings={"lengths": [24]}), asked(settings={"lengths": [24]}, control="swap")]
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(str(saved), both, tmp_path / "out")
+    half = json.loads((tmp_path / "out" / EVAL).read_text())["tasks"]
+    assert [(half[key]["cells"][0]["count"], half[key]["cells"][0]["missing"]) for key in half] == [(2, 2), (2, 2)]
+    result = evaluate(str(saved), both, tmp_path / "out")["tasks"]
+    assert read == [2, 2, 2]
+    monkeypatch.undo()
+    whole = evaluate(str(saved), asked(settings={"lengths": [24]}), tmp_path / "whole")["tasks"]
+    assert result["recall"]["cells"] == whole["recall"]["cells"] and "missing" not in result["recall swap"]["cells"][0]
+    (cost,) = result["recall"]["reading"]
+    assert cost["group"] == {"length": 24} and cost["seconds"] > 0 and cost["peak_memory"] > 1 << 20
+    with pytest.raises(ValueError, match="differ in more than their control; expected one call for each"):
+        evaluate(str(saved), [asked(), asked(seed=1)], tmp_path / "other")
 
 
 def test_lengths_can_be_added_and_other_settings_are_refused(saved: Path, tmp_path: Path) -> None:
@@ -187,7 +218,7 @@ def test_what_another_evaluation_adds_meanwhile_is_kept(
 ) -> None:
     measure = TaskMeasure.measure
 
-    def interrupted(self: TaskMeasure, *arguments: Any) -> list[dict[str, Any]]:
+    def interrupted(self: TaskMeasure, *arguments: Any) -> Any:
         if self.name == "recall":  # all of another evaluation while a cell of this one is being measured
             evaluate(str(saved), asked(tasks=("reassigned",), settings={}), tmp_path / "out")
         return measure(self, *arguments)
@@ -225,7 +256,8 @@ def test_lambada_has_the_perplexity_of_its_words(tmp_path: Path) -> None:
     rows = [{"context": "She fed the", "continuation": "cat"}, {"context": "He stroked the", "continuation": "kitten"}]
     (tmp_path / "lambada.jsonl").write_text("\n".join(map(json.dumps, rows)))
     task = Lambada(data=str(tmp_path / "lambada.jsonl"))
-    (cell,) = TaskMeasure(task).measure(model, tokenizer, {"set": "lambada"}, asked())
+    (grown,) = TaskMeasure(task).measure(model, tokenizer, {"set": "lambada"}, asked(), [None], {})
+    (cell,) = grown[None]
     losses = log_likelihoods(model, tokenizer, [(row["context"], f" {row['continuation']}") for row in rows])
     assert cell["whole"]["perplexity"] == pytest.approx(math.exp(-sum(losses) / 2), rel=1e-5)
 

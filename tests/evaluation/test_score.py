@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 import torch.nn.functional as F
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, LlamaConfig, Mamba2Config, PreTrainedModel
 
 from titans import TitansConfig, TitansForCausalLM
 from titans.evaluation import score as module
-from titans.evaluation.score import score
+from titans.evaluation.score import score, score_each
 from titans.tasks import Answer, Example
 
 VOCABULARY = 40
@@ -34,6 +34,19 @@ def llama() -> PreTrainedModel:
         max_position_embeddings=64, initializer_range=0.5,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def mamba() -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = Mamba2Config(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, num_heads=4, head_dim=8, state_size=8, n_groups=1,
+        chunk_size=8, initializer_range=0.5,
+    )  # fmt: skip
+    return AutoModelForCausalLM.from_config(config).double().eval()
+
+
+def make(name: str) -> PreTrainedModel:
+    return {"llama": llama, "mamba2": mamba}[name]() if name in ("llama", "mamba2") else model_of(name)
 
 
 def tokens(seed: int, count: int) -> list[int]:
@@ -63,14 +76,13 @@ def test_an_answer_is_right_exactly_if_greedy_generation_says_it(variant: str) -
     assert first.tokens == 4
 
 
-@pytest.mark.parametrize("variant", ["mac", "llama"])
+@pytest.mark.parametrize("variant", ["mac", "lmm", "llama", "mamba2"])
 def test_the_loss_is_that_of_the_answers_tokens_and_no_batching_changes_it(
     variant: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = llama() if variant == "llama" else model_of(variant)
-    examples = questions()
+    model, examples = make(variant), questions()
     together = score(model, examples)
-    monkeypatch.setattr(module, "PIECE", 7)
+    monkeypatch.setattr(module, "STEP", 7)
     in_pieces = score(model, examples, tokens_at_once=60)
     for each, scores, others in zip(examples, together, in_pieces, strict=True):
         with torch.no_grad():
@@ -97,6 +109,43 @@ def test_controls_change_the_memory_and_nothing_else(variant: str) -> None:
     off.load_state_dict(model.state_dict())
     assert losses("no-writes") == pytest.approx([answers[-1].loss for answers in score(off, examples)], abs=1e-5)
     assert losses(None) == plain  # and the model is as it was
+
+
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
+def test_a_text_is_read_once_for_all_that_is_asked_of_it(variant: str) -> None:
+    model, examples = model_of(variant), questions()
+    read: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    together = score_each(model, examples, [None, "reset", "swap"])
+    assert sum(read) < 5 * (max(e.boundary for e in examples) + 3 * 6 + module.STEP)
+    for control, found in together.items():
+        alone = score(model, examples, control)
+        losses = [[answer.loss for answers in each for answer in answers] for each in (found, alone)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-5), control
+
+
+@pytest.mark.parametrize("control", ["reset", "swap"])
+def test_a_tampered_batch_gives_what_each_of_its_sequences_gives(control: str) -> None:
+    model = model_of("mac")
+    examples = sorted(questions(), key=lambda each: -len(each.tokens))  # in the order of the batch
+    together = score(model, examples, control)
+    for index in range(4):
+        alone = score(model, examples[index : index + 2], control)[0]
+        assert [s.loss for s in together[index]] == pytest.approx([s.loss for s in alone], abs=1e-5)
+
+
+def test_of_windows_alone_only_the_end_is_read_and_says_the_same() -> None:
+    model = model_of("mag", use_memory=False)
+    ids = tokens(0, 90)
+    example = Example(ids, [Answer(87, tuple(ids[87:]))], 80)
+    read: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    [[found]] = score(model, [example])
+    assert sum(read) == 90 - 86 + 2 * 7
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids]), use_cache=False).logits[0].float()
+    labels = torch.tensor(example.labels())
+    assert found.loss == pytest.approx(float(F.cross_entropy(logits, labels, reduction="sum")), abs=1e-5)
 
 
 def test_a_swapped_memory_is_the_one_of_the_next_sequence() -> None:

@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[2]
 SHIPPED = [name for name in shipped_recipes() if not name.startswith("_")]
 # What each trains on and for how many steps, at which lengths, its number of models, and its tests and controls.
 SUMMARY: dict[str, tuple[Any, ...]] = {
-    "babilong": ("task:babilong,babi", 800, 128, 1024, 3, 1, 0),
-    "caching": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 1024, 12, 1, 0),
-    "needle": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 1024, 6, 1, 0),
+    "babilong": ("task:babilong,babi", 800, 128, 1024, 7, 1, 4),
+    "caching": ("task:needle-noise,needle-essay,needle-word,phonebook", 1500, 64, 1024, 13, 1, 3),
+    "needle": ("task:needle-noise,needle-essay,needle-word,phonebook", 1500, 64, 1024, 7, 1, 3),
     "pairs": ("task:mqar", 500, 32, 128, 6, 1, 0),
     "reassigned": ("task:reassigned", 500, 32, 128, 9, 1, 0),
     "recall": ("task:recall", 800, 32, 64, 11, 1, 6),
@@ -81,11 +81,16 @@ def test_every_shipped_recipe_is_the_experiment_that_it_was() -> None:
 def test_settings_go_to_the_training_and_to_the_tests_that_have_them() -> None:
     given = {"haystack": "essays", "needles": 2, "phonebook.digits": 3}
     needle = find_experiment("needle", given)
-    assert needle.train["task"] == {"phonebook.longest": 256} | given
-    assert needle.tests[0].settings == {"haystack": "essays"}
+    assert needle.train["task"] == {"phonebook.longest": 256, "value": "word"} | given
+    assert needle.tests[0].settings == {"repeat": True, "value": "word", "haystack": "essays"}
+    longer = find_experiment("needle", given | {"lengths": [131072], "needle-essay.depths": [0.5]})
+    assert longer.train == needle.train and longer.tests[0].settings["lengths"] == [131072]
+    assert [test.settings for test in longer.controls] == [longer.tests[0].settings] * 3
     pairs = find_experiment("pairs", {"vocabulary": 512})
     assert pairs.train["task"]["vocabulary"] == pairs.tests[0].settings["vocabulary"] == 512
-    with pytest.raises(ValueError, match="haystak is not a setting of needle-noise or needle-essay or phonebook"):
+    with pytest.raises(
+        ValueError, match="haystak is not a setting of needle-noise or needle-essay or needle-word or phonebook"
+    ):
         find_experiment("needle", {"haystak": "essays"})
 
 
@@ -98,7 +103,8 @@ def test_babilong_asks_more_of_stories_that_follow_rules() -> None:
         512,
         {"task": "qa4"},
     )
-    assert ruled.tests[0].settings == {"task": "qa2"}
+    assert ruled.tests[0].settings == {"repeat": True, "task": "qa2"}
+    assert ruled.models["mamba2"]["hidden_size"] == 128 and "memory_heads" not in ruled.models["mamba2"]
 
 
 def test_a_recipe_of_ones_own_extends_another(tmp_path: Path) -> None:

@@ -85,6 +85,12 @@ def test_an_experiment_trains_tests_and_reports_and_does_nothing_twice(here: lis
         run_tasks(replace(EXPERIMENT, train={**EXPERIMENT.train, "batch_tokens": 32}), tmp_path)
 
 
+def test_tests_that_differ_in_their_control_alone_share_the_reading() -> None:
+    plain = Evaluation(("recall",), SETTINGS)
+    swap, more = replace(plain, control="swap"), replace(plain, samples=3)
+    assert runs._sharing([plain, more, swap]) == [[plain, swap], [more]]
+
+
 def test_an_experiment_can_begin_with_the_models_of_another(here: list[str], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     begun = replace(EXPERIMENT.only(["window"]), start=first, train={**EXPERIMENT.train, "learning_rate": 1e-9})

@@ -139,6 +139,23 @@ def test_runs_of_a_model_are_one_line_and_another_size_is_another() -> None:
     assert rows(run(0, 0.4), run(1, 0.6, 2000))[1:] == [["mac (1,000)", "40.0"], ["mac (2,000)", "60.0"]]
 
 
+def test_a_section_shows_each_run_what_search_found_and_what_reading_cost() -> None:
+    def run(seed: int, value: float) -> dict[str, Any]:
+        costs = [{"group": {"length": n}, "seconds": n / 100, "peak_memory": 2.0**30} for n in (1000, 2000)]
+        cells = [cell(value, length=n) for n in (1000, 2000)]
+        found = [{**each, "sentences": 4 + seed, "found": 0.5 + seed / 2} for each in cells]
+        searched = entry(*found, control="bm25")
+        return result("mac", seed, **{"needle": entry(*cells, reading=costs), "needle bm25": searched})
+
+    section = next(each for each in result_sections([run(0, 0.4), run(1, 0.6)]) if each.title == "Needle")
+    _, runs, searched, costs = section.tables
+    assert runs.rows == [["mac", "40.0, 60.0", "40.0, 60.0"], ["mac (bm25)", "40.0, 60.0", "40.0, 60.0"]]
+    assert searched.rows == [["mac (bm25)", "4 or 5: 75%", "4 or 5: 75%"]]
+    assert costs.rows == [["mac", "20 s, 1.00 GiB", "40 s, 1.00 GiB"]]
+    (alone,) = next(each for each in result_sections([result()]) if each.title == "Needle").tables
+    assert alone.rows[0][0] == "mac"
+
+
 def test_models_of_one_name_that_differ_in_their_config_or_training_are_lines_of_their_own() -> None:
     def run(name: str, value: float, **about: Any) -> dict[str, Any]:
         made = result("mac", needle=entry(cell(value, None)))

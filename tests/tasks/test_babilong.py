@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -239,3 +240,24 @@ def test_a_split_without_stories_is_refused(tmp_path: Path) -> None:
         example(task, "test", 0, 0, {"length": 900}, BYTES)
     with pytest.raises(ValueError, match="has no questions for validation; expected at least one"):
         example(task, "validation", 0, 0, {"length": 900}, BYTES)
+
+
+def test_a_sequence_says_where_its_sentences_are_and_which_are_needed(tmp_path: Path) -> None:
+    task = Babilong(data=_data(tmp_path / "data"), background=_books(tmp_path / "books"))
+    drawn = example(task, "test", 0, 0, {"length": 1200}, BYTES)
+    ends = [*drawn.sentences[1:], drawn.boundary]
+    sentences = [BYTES.decode(drawn.tokens[a:b]).strip() for a, b in zip(drawn.sentences, ends, strict=True)]
+    (needed,) = drawn.needed
+    assert sentences[needed].startswith("Mary went to the test")
+    assert all("Line ".startswith(line[:5]) for number, line in enumerate(sentences) if number != needed)
+    assert BYTES.decode(drawn.tokens[: drawn.sentences[0]]).endswith("<context>\n")
+
+
+def test_a_text_that_is_too_short_is_repeated_only_where_that_is_asked_for(tmp_path: Path) -> None:
+    task = Babilong(data=_data(tmp_path / "data"), background=_books(tmp_path / "books"))
+    again = replace(task, repeat=True)
+    assert len(example(again, "test", 0, 0, {"length": 20_000}, BYTES).tokens) == 20_000
+    with pytest.raises(ValueError, match=r"background has .* tokens; expected at least"):
+        example(task, "test", 0, 0, {"length": 20_000}, BYTES)
+    short = {"length": 1200}
+    assert example(again, "test", 0, 0, short, BYTES) == example(task, "test", 0, 0, short, BYTES)

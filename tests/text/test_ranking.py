@@ -8,12 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titans.bm25 import bm25, content_words
 from titans.text.ranking import (
     Eviction,
     Ranking,
-    bm25,
     choose_evicted,
-    content_words,
     count_words,
     fuse,
     order_by,

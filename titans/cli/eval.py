@@ -24,7 +24,10 @@ def evaluate(
     samples: Annotated[int, typer.Option(min=1, help="How many sequences each cell has.")] = 50,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sequences.")] = 0,
     control: Annotated[
-        str | None, typer.Option(help="Tamper with the memory: no-writes, reset (at the question) or swap.")
+        str | None,
+        typer.Option(
+            help="Tamper with the memory: no-writes, reset (at the question) or swap; or search instead of it: bm25."
+        ),
     ] = None,
     field: Annotated[
         list[str], typer.Option(help="Change a field of the model's config, NAME=VALUE. May be repeated.")

@@ -6,6 +6,7 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from titans.evaluation.kinds import make_measures
-from titans.evaluation.measure import Cell, Evaluation, Measure
+from titans.evaluation.measure import Cell, Cells, Evaluation, Measure
 from titans.files import EVAL, EVAL_FOLDER, RUN, locked, read_yaml, write_atomically
-from titans.models.loading import bytes_for, load_model, read_config
+from titans.models.loading import bytes_for, load_model, peak_memory, read_config
 from titans.report.progress import Progress, silent
 from titans.report.results import FORMAT
+from titans.report.statistics import as_number
 from titans.words import nearest, sentence
 
 WAIT = 60.0  # seconds to wait for another process that is writing results
@@ -27,7 +29,7 @@ Entry = dict[str, Any]  # one of its tasks
 
 def evaluate(
     model: str,
-    evaluation: Evaluation,
+    evaluation: Evaluation | Sequence[Evaluation],
     out: Path | None = None,
     *,
     device: str = "auto",
@@ -41,6 +43,7 @@ def evaluate(
 
     Args:
         model: a folder written by ``save_pretrained``, or a name on the hub.
+        evaluation: what to measure; or several that differ in their control alone, which share the reading.
         out: folder of the results; None: :func:`results_folder`.
         device: see :func:`titans.models.loading.choose_device`.
         overwrite: measure these tasks anew, and replace results of another model, or what cannot be read.
@@ -50,6 +53,10 @@ def evaluate(
     from titans import __version__
 
     out = out or results_folder(model)
+    asked = [evaluation] if isinstance(evaluation, Evaluation) else list(evaluation)
+    evaluation = asked[0]
+    if any(replace(each, control=evaluation.control) != evaluation for each in asked):
+        raise ValueError("the evaluations differ in more than their control; expected one call for each")
     measures = make_measures(evaluation)
     loaded, tokenizer = load_model(model, device)
     if evaluation.fields:
@@ -57,37 +64,50 @@ def evaluate(
     if tokenizer is None and any(measure.reads_text for measure in measures):
         tokenizer = bytes_for(loaded, model)
     for measure in measures:
-        measure.check(evaluation, tokenizer)
+        for each in asked:
+            measure.check(each, tokenizer)
     empty = _empty(model, loaded)
-    keys = {measure.name: key_of(measure.name, evaluation) for measure in measures}
+    keys = {(m.name, each.control): key_of(m.name, each) for m in measures for each in asked}
     anew = set(keys.values()) if overwrite else set()
 
-    def merged(result: Result, measure: Measure, cells: Sequence[Cell] = ()) -> Entry:
-        key = keys[measure.name]
+    def merged(result: Result, measure: Measure, each: Evaluation, cells: Sequence[Cell] = ()) -> Entry:
+        key = keys[measure.name, each.control]
         old = None if key in anew else result["tasks"].get(key)
-        return _merge(old, cells, measure, evaluation, f"{key} in {out}") | {"trained_at": empty["model"]["trained_at"]}
+        return _merge(old, cells, measure, each, f"{key} in {out}") | {"trained_at": empty["model"]["trained_at"]}
 
     with locked(out, "titans eval", WAIT):
         result = _read(out, empty, overwrite)
-    entries = {measure.name: merged(result, measure) for measure in measures}  # refuses other settings before any work
-    plan = [(measure, group) for measure in measures for group in measure.groups()]
-    plan = [(measure, group) for measure, group in plan if not _has(entries[measure.name]["cells"], group)]
+    plan: list[tuple[Measure, dict[str, Any], Cells]] = []
+    # refuses other settings before any work
+    entries = {(m.name, each.control): merged(result, m, each) for m in measures for each in asked}
+    for measure in measures:
+        for group in measure.groups():
+            before = {each.control: entries[measure.name, each.control]["cells"] for each in asked}
+            left: Cells = {c: [cell for cell in cells if cell["group"] == group] for c, cells in before.items()}
+            left = {control: cells for control, cells in left.items() if not _has(before[control], group)}
+            plan += [(measure, group, left)] if left else []
     versions = {"titans": __version__, "torch": torch.__version__}
     call = {"command": command, "date": time.strftime("%Y-%m-%d"), "seed": evaluation.seed, "versions": versions}
-    for number, (measure, group) in enumerate(plan):
+    for number, (measure, group, unfinished) in enumerate(plan):
         words = (f"{key} {value}" for key, value in group.items())
         progress(number, len(plan), ", ".join([measure.name, *words]))
         start = time.perf_counter()
-        cells = measure.measure(loaded, tokenizer, group, evaluation)
-        seconds = time.perf_counter() - start
-        with locked(out, "titans eval", WAIT):  # another process may have added to the file
-            result = _read(out, empty, overwrite)
-            entry = merged(result, measure, cells)
-            entry["seconds"] = round(entry["seconds"] + seconds, 2)
-            entry["made"] += [call] if call not in entry["made"] else []
-            result["tasks"][keys[measure.name]] = entry
-            write_atomically(out / EVAL, json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
-        anew.discard(keys[measure.name])
+        for grown in measure.measure(loaded, tokenizer, group, evaluation, list(unfinished), unfinished):
+            seconds, start = time.perf_counter() - start, time.perf_counter()
+            cost = {"group": group, "seconds": round(seconds, 2), "peak_memory": as_number(peak_memory(loaded.device))}
+            with locked(out, "titans eval", WAIT):  # another process may have added to the file
+                result = _read(out, empty, overwrite)
+                for each in asked:
+                    if each.control not in grown:
+                        continue
+                    entry = merged(result, measure, each, grown[each.control])
+                    entry["seconds"] = round(entry["seconds"] + seconds / len(grown), 2)
+                    entry["reading"] = _add_cost(entry["reading"], cost)
+                    entry["made"] += [call] if call not in entry["made"] else []
+                    key = keys[measure.name, each.control]
+                    result["tasks"][key] = entry
+                    anew.discard(key)
+                write_atomically(out / EVAL, json.dumps(result, indent=1, allow_nan=False).encode() + b"\n")
     progress(len(plan), len(plan), "done")
     return result
 
@@ -133,14 +153,17 @@ def _merge(old: Entry | None, cells: Sequence[Cell], measure: Measure, evaluatio
     """An entry with more cells, and with the lengths and depths of both; a ``ValueError`` if the settings differ."""
     before = old or {"cells": [], "seconds": 0.0}
     more = [cell for cell in cells if not _has(before["cells"], cell["group"])]
-    entry = measure.describe([*before["cells"], *more])
+    grown = [cell["group"] for cell in more]
+    kept = [cell for cell in before["cells"] if not ("missing" in cell and cell["group"] in grown)]
+    entry = measure.describe([*kept, *more])
     entry |= {
         "samples": evaluation.samples,
         "seed": evaluation.seed,
         "control": evaluation.control,
         "fields": evaluation.fields,
-        "cells": [*before["cells"], *more],
+        "cells": [*kept, *more],
         "made": [*before.get("made", [])],
+        "reading": [*before.get("reading", [])],
         "seconds": before["seconds"],
     }
     if old is not None:
@@ -157,8 +180,15 @@ def _merge(old: Entry | None, cells: Sequence[Cell], measure: Measure, evaluatio
 
 
 def _has(cells: Sequence[Cell], group: Mapping[str, Any]) -> bool:
-    """Whether a group was measured."""
-    return any(group.items() <= cell["group"].items() for cell in cells)
+    """Whether a group was measured, to its end."""
+    return any(group.items() <= cell["group"].items() and "missing" not in cell for cell in cells)
+
+
+def _add_cost(costs: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """What each group has cost: the seconds, of all controls that share the reading, and the most memory so far."""
+    same = [cost for cost in costs if cost["group"] == more["group"]]
+    seconds = round(sum(cost["seconds"] for cost in (*same, more)), 2)
+    return [*(cost for cost in costs if cost not in same), {**more, "seconds": seconds}]
 
 
 def _is_axis(name: str, axes: Sequence[str]) -> bool:

@@ -6,14 +6,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from titans.evaluation.measure import Cell, Evaluation, changed_settings, refuse_controls
+from titans.evaluation.measure import Cell, Cells, Evaluation, changed_settings, refuse_controls
 from titans.report.statistics import bootstrap
 from titans.tasks import Group
 from titans.tasks.commonsense import CHOICES, Row, find_files, read_file, read_local
@@ -93,13 +93,21 @@ class LmEval:
         """Refuses controls."""
         refuse_controls(self.name, evaluation)
 
-    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
+    def measure(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        group: Group,
+        evaluation: Evaluation,
+        controls: Sequence[str | None],
+        before: Cells,
+    ) -> Iterable[Cells]:
         """One cell per task."""
         cells = run_harness(model, tokenizer, [self.name.removeprefix(PREFIX)], **changed_settings(self))
         for cell in cells:
             if "perplexity" in cell["metrics"] and cell["metric"] != "perplexity":
                 cell["whole"] = {"perplexity": cell["metrics"]["perplexity"]}
-        return cells
+        return [{None: cells}]
 
 
 def run_harness(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from titans.evaluation.measure import PIECE, Cell, Evaluation, changed_settings, refuse_controls
+from titans.evaluation.measure import PIECE, Cell, Cells, Evaluation, changed_settings, refuse_controls
 from titans.models.text import encode_blocks, opening, read_text
 from titans.report.statistics import bootstrap
 from titans.tasks import Group
@@ -112,11 +112,19 @@ class Perplexity:
         refuse_controls(self.name, evaluation)
         self.read(tokenizer)
 
-    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
+    def measure(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        group: Group,
+        evaluation: Evaluation,
+        controls: Sequence[str | None],
+        before: Cells,
+    ) -> Iterable[Cells]:
         """One cell per bucket of positions, each with the figures of the whole text."""
         found = self.run(model, tokenizer)
         whole = {key: found[key] for key in ("loss", "perplexity", "bits_per_byte", "tokens")}
-        return [cell | {"whole": whole} for cell in found["cells"]]
+        return [{None: [cell | {"whole": whole} for cell in found["cells"]]}]
 
     def run(self, model: PreTrainedModel, tokenizer: Any, piece: int = PIECE) -> dict[str, Any]:
         """Every figure of the loss.

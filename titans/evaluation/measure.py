@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -16,9 +16,12 @@ CONTROLS = {
     "no-writes": "nothing is ever written into the memory",
     "reset": "the memory is back at its start when the question comes; attention keeps its window",
     "swap": "the question is asked with the memory of another sequence",
+    "bm25": "of the text only the sentences are read that BM25 ranks best for the question: search instead of memory",
 }
 PIECE = 2048  # tokens per call, for models that can go on
-Cell = dict[str, Any]  # group, value, low, high, count, values, and what else a measure knows
+# group, value, low, high, count, values, and what else a measure knows; one that is not complete says what is missing
+Cell = dict[str, Any]
+Cells = Mapping[str | None, Sequence[Cell]]  # by control
 
 
 @dataclass(frozen=True)
@@ -79,8 +82,20 @@ class Measure(Protocol):
     def check(self, evaluation: Evaluation, tokenizer: Any) -> None:
         """Raises a ``ValueError`` for what cannot work, as far as that shows without a model."""
 
-    def measure(self, model: PreTrainedModel, tokenizer: Any, group: Group, evaluation: Evaluation) -> list[Cell]:
-        """The cells of a group."""
+    def measure(
+        self,
+        model: PreTrainedModel,
+        tokenizer: Any,
+        group: Group,
+        evaluation: Evaluation,
+        controls: Sequence[str | None],
+        before: Cells,
+    ) -> Iterable[Cells]:
+        """The cells of a group for each control, again and again as they grow, at last complete.
+
+        Args:
+            before: cells that an interrupted call left incomplete.
+        """
 
 
 def changed_settings(measure: Any) -> dict[str, Any]:

@@ -13,12 +13,15 @@ from titans.evaluation.measure import Evaluation
 from titans.experiments.recipes import SUFFIXES, added_experiments, known_experiments, read_recipe, shipped_recipes
 from titans.experiments.runs import check_model
 from titans.experiments.tasks import TaskExperiment
+from titans.models.baselines import config_class
+from titans.models.configuration import TitansConfig
 from titans.tasks import deal_settings
 from titans.tasks.babi import KINDS
 from titans.training.config import TASK
 from titans.words import nearest, sentence
 
 Recipe = dict[str, Any]
+TESTED = ("lengths", "depths")  # settings of the tests alone: training draws lengths and depths of its own
 
 
 def find_experiment(name: str, settings: Mapping[str, Any] | None = None) -> TaskExperiment:
@@ -84,7 +87,8 @@ def make_experiment(recipe: Recipe, name: str, settings: Mapping[str, Any]) -> T
     for test in (*tests, *controls):
         deal_settings(_settings_of(test.tasks), test.settings)
     if trained_on:
-        train["task"] = {**train.get("task", {}), **_known(settings, trained_on)}
+        given = {key: value for key, value in settings.items() if key.rpartition(".")[2] not in TESTED}
+        train["task"] = {**train.get("task", {}), **_known(given, trained_on)}
         deal_settings(_settings_of(trained_on), train["task"])
     for_tests = {key: value for key, value in settings.items() if key not in recipe.get("training_only", ())}
 
@@ -95,12 +99,19 @@ def make_experiment(recipe: Recipe, name: str, settings: Mapping[str, Any]) -> T
         name=recipe.get("name", name),
         title=recipe.get("title", name),
         about=recipe.get("about", ""),
-        models={label: {**recipe.get("model", {}), **model} for label, model in recipe["models"].items()},
+        models={label: {**_shared(recipe, model), **model} for label, model in recipe["models"].items()},
         train=train,
         tests=[with_settings(test) for test in tests],
         controls=[with_settings(test) for test in controls],
         seeds=tuple(recipe.get("seeds", (0, 1, 2))),
     )
+
+
+def _shared(recipe: Recipe, model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of all models, as far as one that is not ours has them."""
+    kind, shared = config_class(str(model.get("name"))), recipe.get("model", {})
+    known = shared if kind is TitansConfig else {each.name for each in fields(kind)}
+    return {name: value for name, value in shared.items() if name in known}
 
 
 def _evaluation(test: Any) -> Evaluation:

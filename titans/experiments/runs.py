@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,22 @@ class Job:
         if old.is_file() and not self.results.is_file():
             self.results.parent.mkdir(exist_ok=True)
             old.replace(self.results)
-        for test in self.tests:
-            evaluate(str(self.folder), test, self.results.parent, device=self.config.device)
+        for tests in _sharing(self.tests):
+            evaluate(str(self.folder), tests, self.results.parent, device=self.config.device)
         if self.tests:
             write_atomically(self.beside("done"), self._tests().encode())
+
+
+def _sharing(tests: Sequence[Evaluation]) -> list[list[Evaluation]]:
+    """The tests, those together that differ in their control alone: they share the reading."""
+    groups: list[list[Evaluation]] = []
+    for test in tests:
+        same = (group for group in groups if replace(test, control=group[0].control) == group[0])
+        if (group := next(same, None)) is None:
+            groups.append([test])
+        else:
+            group.append(test)
+    return groups
 
 
 def run_folder(out: Path, label: str, seed: int) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -35,6 +37,18 @@ def choose_device(name: torch.device | str = "auto") -> torch.device:
         raise ValueError(
             f"device is {str(name)!r}, which cannot be used ({reason}); expected auto, cpu, cuda, cuda:N or mps"
         ) from error
+
+
+def peak_memory(device: torch.device) -> float:
+    """The most bytes that this process held at any time, of the GPU's memory or of the machine's; NaN if not known."""
+    if device.type == "cuda":
+        return float(torch.cuda.max_memory_allocated(device))
+    try:
+        import resource
+    except ImportError:  # Windows
+        return math.nan
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return float(most if sys.platform == "darwin" else most * 1024)
 
 
 def load_model(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -272,7 +272,67 @@ def _task_section(task: Task) -> Section:
     figures = [Figure(task.name, png, f"{about}, of {names}", " ".join(notes))]
     if len(task.axes) == 2:
         figures += _heat_maps(task)
-    return Section(task.title, [" ".join(filter(None, words))], [_task_table(task)], figures)
+    tables = [_task_table(task), *_run_tables(task), *_search_tables(task), *_cost_tables(task)]
+    return Section(task.title, [" ".join(filter(None, words))], tables, figures)
+
+
+def _run_tables(task: Task) -> list[Table]:
+    """Each run of a line by itself, if there are several."""
+    if max(map(len, task.series.values())) < 2:
+        return []
+    first = task.axes[0]
+
+    def tell(label: str, place: str) -> str:
+        found = [task.estimate_run(entry, {first.name: place}) for entry in task.series[label]]
+        return ", ".join("-" if each is None else task.show(each.value) for each in found)
+
+    rows = [[label, *(tell(label, place) for place in first.words)] for label in task.series]
+    return [Table(["model", *first.words], rows, f"{task.measure[0].upper()}{task.measure[1:]}, each run by itself.")]
+
+
+def _search_tables(task: Task) -> list[Table]:
+    """What search has found, for lines that read only that."""
+
+    def tell(cells: Sequence[Mapping[str, Any]]) -> str:
+        shares = [share for cell in cells if (share := as_number(cell.get("found"))) is not None]
+        counts = sorted({str(cell["sentences"]) for cell in cells if "sentences" in cell}, key=int)
+        if not counts:
+            return "-"
+        return f"{' or '.join(counts)}" + (f": {100 * sum(shares) / len(shares):.0f}%" if shares else "")
+
+    caption = "Sentences that were read, and in which share of the sequences all that is needed was among them."
+    return _by_place(
+        task, {label: [e["cells"] for e in entries] for label, entries in task.series.items()}, tell, caption
+    )
+
+
+def _cost_tables(task: Task) -> list[Table]:
+    """What reading took."""
+
+    def tell(costs: Sequence[Mapping[str, Any]]) -> str:
+        seconds = sum(as_number(cost.get("seconds")) or 0.0 for cost in costs)
+        memory = max((as_number(cost.get("peak_memory")) or 0.0 for cost in costs), default=0.0)
+        return f"{seconds:,.0f} s, {memory / 2**30:.2f} GiB" if costs else "-"
+
+    caption = "Time for all sequences of all runs, shared by those that read the same, and the most memory until then."
+    costs = {label: [e.get("reading") or [] for e in entries] for label, entries in task.series.items()}
+    return _by_place(task, costs, tell, caption)
+
+
+def _by_place(
+    task: Task,
+    found: Mapping[str, Sequence[Sequence[Mapping[str, Any]]]],
+    tell: Callable[[Sequence[Mapping[str, Any]]], str],
+    caption: str,
+) -> list[Table]:
+    """A row for each line with something to tell of the places of the first axis; no table without any."""
+    first = task.axes[0]
+    rows = []
+    for label, runs in found.items():
+        each = [item for run in runs for item in run]
+        cells = [tell([item for item in each if word(item["group"].get(first.name)) == place]) for place in first.words]
+        rows += [[label, *cells]] if any(cell != "-" for cell in cells) else []
+    return [Table(["model", *first.words], rows, caption)] if rows else []
 
 
 def _curve(task: Task, label: str, axis: Axis) -> Curve:

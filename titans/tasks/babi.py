@@ -39,6 +39,12 @@ class Story(NamedTuple):
     facts: tuple[str, ...]
     question: str
     answer: str
+    needed: tuple[int, ...] = ()  # which facts the answer follows from, where a file says so
+
+    @property
+    def bare(self) -> Story:
+        """Without what is needed, which makes no difference to whoever is asked."""
+        return self._replace(needed=())
 
 
 class Kind(NamedTuple):
@@ -103,11 +109,11 @@ class StoryTask(Task):
         """
         if self.data is None:
             return split_of(" ".join([*story.facts, story.question])) == split
-        return split == "test" or story not in _tested(self.data, self.task)
+        return split == "test" or story.bare not in _tested(self.data, self.task)
 
     def understands(self, story: Story) -> bool:
         """Whether our rules answer a story's own question; they do not if its file uses other words than bAbI."""
-        return story in answered(story.facts, self.task)
+        return story.bare in answered(story.facts, self.task)
 
     def answered(self, facts: Sequence[str], split: str) -> list[Story]:
         """All questions that our rules can answer from the facts and that a split may ask."""
@@ -278,10 +284,13 @@ def read_stories(file: Path) -> list[list[Story]]:
         if number == "1":
             stories.append([])
             facts: list[str] = []
+            places: dict[str, int] = {}
         sentence, *answer = rest.split("\t")
         if answer:
-            stories[-1].append(Story(tuple(facts), sentence.strip(), answer[0].strip()))
+            needed = [places[line] for line in " ".join(answer[1:]).split() if line in places]
+            stories[-1].append(Story(tuple(facts), sentence.strip(), answer[0].strip(), tuple(needed)))
         else:
+            places[number] = len(facts)
             facts.append(sentence.strip())
     return stories
 
@@ -298,7 +307,7 @@ def _files(data: str, task: str, ending: str) -> list[Path]:
 @cache
 def _tested(data: str, task: str) -> frozenset[Story]:
     """The questions of the test; empty if its file is missing."""
-    return frozenset(_stories(data, task, "test") if _files(data, task, "test") else ())
+    return frozenset(story.bare for story in (_stories(data, task, "test") if _files(data, task, "test") else ()))
 
 
 @cache
@@ -316,7 +325,7 @@ def _stories(data: str, task: str, split: str) -> list[Story]:
         cut = len(stories) - len(stories) // HELD_OUT
         stories = stories[:cut] if split == "train" else stories[cut:]
     tested = set() if split == "test" else _tested(data, task)
-    questions = [story for told in stories for story in told if story not in tested]
+    questions = [story for told in stories for story in told if story.bare not in tested]
     if not questions:
         raise ValueError(f"{files[0]} has no questions for {split}; expected at least one")
     return questions

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+import numpy as np
+
 from titans.tasks.babi import KINDS, TRIES, Story, StoryTask, ask_for
 from titans.tasks.background import PARTS, WHOLE, Writer, text_files, writer_for
 from titans.tasks.base import Example, Group, WrongLengthError, append_question, require_lengths
@@ -59,6 +61,7 @@ class Babilong(StoryTask):
     Attributes:
         background: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
             for train, one for validation and the last for test; None: a short text of our own, repeated, for all.
+        repeat: start over where the text ends, for lengths that it does not have; if not, it must be long enough.
         lengths: of the sequences, in tokens.
         examples: how many short examples the instruction has.
         questions: how many questions a training text asks, at most; those after the first follow from its facts, which
@@ -70,6 +73,7 @@ class Babilong(StoryTask):
     source: ClassVar[str] = "BABILong (arXiv 2406.10149) and bAbI (arXiv 1502.05698), with instructions of our own"
     axes: ClassVar[tuple[str, ...]] = ("length",)
     background: str | None = None
+    repeat: bool = False
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     examples: int = 0
     questions: int = 1
@@ -115,15 +119,23 @@ class Babilong(StoryTask):
                 room -= sum(map(len, more))
         part = WHOLE if self.background is None else PARTS[split]
         background = writer.read(self.background, part)
-        text, places = background.take(rng, room, self.background is None, "background")
+        again = self.background is None or (self.repeat and room > len(background.tokens))
+        text, places = background.take(rng, room, again, "background")
+        spots = sorted(rng.choices(places.tolist(), k=len(facts)))
+        # where facts and sentences begin: behind the instruction and the facts before them
+        before = len(start) + np.cumsum([0, *map(len, facts)])
+        told = np.array(spots) + before[:-1]
+        others = places[:-1] + before[np.searchsorted(spots, places[:-1], "right")]
+        sentences = np.sort(np.concatenate([told, others]))
+        needed = np.searchsorted(sentences, told[list(story.needed)]).tolist()
         context, done = start, 0
-        for fact, place in zip(facts, sorted(rng.choices(places.tolist(), k=len(facts))), strict=True):
+        for fact, place in zip(facts, spots, strict=True):
             context += text[done:place].tolist() + fact
             done = place
         context += text[done:].tolist()
         boundary = len(context)
         answers = [append_question(context, words, answer) for words, answer in asked]
-        return Example(context, answers, boundary)
+        return Example(context, answers, boundary, sentences.tolist(), needed)
 
     def _instruction(self) -> str:
         examples = "".join(f"Example: {example}\n" for example in EXAMPLES[self.task][: self.examples])

@@ -41,11 +41,16 @@ class Example:
         tokens: the sequence, answers included.
         answers: what is judged.
         boundary: how many tokens stand before the question: where a control cuts or swaps the memory.
+        sentences: where the sentences of the text before the question begin, if the task says so; what stands before
+            the first of them is the instruction.
+        needed: which of them, counted from 0, the answer follows from, where that is known.
     """
 
     tokens: Sequence[int]
     answers: Sequence[Answer]
     boundary: int = 0
+    sentences: Sequence[int] = ()
+    needed: Sequence[int] = ()
 
     def labels(self) -> list[int]:
         """The token wanted after each token of the sequence; ``IGNORED`` where nothing is asked."""

@@ -14,10 +14,11 @@ import numpy as np
 import psycopg
 from psycopg import sql as compose
 
+from titans.bm25 import bm25
 from titans.text.index import nearest_exact
 from titans.text.postgres_connection import CANDIDATES, Numbers, Server, load_vectors
 from titans.text.postgres_schema import lock_key
-from titans.text.ranking import MOST_POSTINGS, bm25, rarest
+from titans.text.ranking import MOST_POSTINGS, rarest
 from titans.text.store import OPERATORS, WORD, Matches, Selection, Stemmer, Tests, checksum
 
 EXACT = 5_000  # records that are compared one by one; users with more get an index

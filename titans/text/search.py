@@ -8,8 +8,9 @@ from datetime import datetime, timezone
 
 import numpy as np
 
+from titans.bm25 import content_words
 from titans.text.details import split_speaker
-from titans.text.ranking import Ranking, content_words, fuse, order_by
+from titans.text.ranking import Ranking, fuse, order_by
 from titans.text.records import DamagedStore, Found, Hit, Record
 from titans.text.store import WORD, Matches, Selection, Store
 from titans.text.versions import FIRST, asked_for, find_newest, is_statement

@@ -18,9 +18,10 @@ from typing import Any
 
 import numpy as np
 
+from titans.bm25 import bm25
 from titans.text.database import PATIENCE, Database
 from titans.text.index import LocalIndex, Segment, UserRow
-from titans.text.ranking import MOST_POSTINGS, bm25, count_words, rarest
+from titans.text.ranking import MOST_POSTINGS, count_words, rarest
 from titans.text.records import MAX_NUMBER, Event, Record, Scope, StoreError, new_id, utc_now
 from titans.text.store import (
     OPERATORS,

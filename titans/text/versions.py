@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from titans.bm25 import STOP_WORDS
 from titans.text.details import CALENDAR, SELF, WORD, split_speaker
-from titans.text.ranking import STOP_WORDS
 from titans.text.records import Record
 
 ALIKE = 0.64  # likeness from which on a text replaces an older one; chosen on generated facts, see docs/log.md

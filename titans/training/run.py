@@ -22,7 +22,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from titans.files import EVAL_FOLDER, LOCK, METRICS, RESULT, RUN, content, locked, sync, write_atomically, write_json
-from titans.models.loading import choose_device, quiet
+from titans.models.loading import choose_device, peak_memory, quiet
 from titans.models.tokenizer import load_tokenizer
 from titans.tasks import Task, WrongLengthError, example, make_tasks
 from titans.tasks.prepared import TokenStore, load_prepared
@@ -470,18 +470,6 @@ def _finish(trainer: MemoryTrainer, output: Path, config: TrainConfig, metrics: 
             temporary.rmdir()
             write_json(output / RESULT, metrics | {"steps": steps, "tokens": steps * config.batch_tokens})
     trainer._wait()
-
-
-def peak_memory(device: torch.device) -> float:
-    """The most bytes that this process held at any time, of the GPU's memory or of the machine's; NaN if not known."""
-    if device.type == "cuda":
-        return float(torch.cuda.max_memory_allocated(device))
-    try:
-        import resource
-    except ImportError:  # Windows
-        return math.nan
-    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return float(most if sys.platform == "darwin" else most * 1024)
 
 
 def push(folder: Path, config: TrainConfig, say: Say) -> None:
