@@ -72,7 +72,7 @@ def test_every_shipped_recipe_is_the_experiment_that_it_was() -> None:
     assert recall.models["linear memory"] == linear
     assert find_experiment("needle").models["mac"] == linear | {
         "name": "mac", "hidden_size": 128, "intermediate_size": 256, "segment_size": 64, "window_size": 64,
-        "memory_heads": 2, "tie_word_embeddings": True,
+        "memory_heads": 2, "memory_local_heads": 0, "tie_word_embeddings": True,
     }  # fmt: skip
     tampered = [(test.control, test.fields.get("memory_chunk_size")) for test in recall.controls]
     assert tampered == [("no-writes", None), ("reset", None), ("swap", None), (None, 4), (None, 16), (None, 64)]
@@ -191,7 +191,7 @@ def test_a_recipe_that_is_not_there_and_an_unknown_name_are_one_sentence(capsys:
     for name, said in (
         ("nowhere.yaml", "nowhere.yaml does not exist"),
         ("recal", "experiment is 'recal': did you mean recall?"),
-        ("zzz", "experiment is 'zzz': expected one of lm, ablation,"),
+        ("zzz", "experiment is 'zzz': expected one of lm, shapes,"),
     ):
         with pytest.raises(SystemExit) as end:
             command(["experiment", name])

@@ -105,11 +105,11 @@ def test_a_story_is_told_up_to_each_of_its_questions(tmp_path: Path) -> None:
     mary, john, again = "Mary went to the kitchen.", "John moved to the office.", "Mary journeyed to the garden."
     assert read_stories(file) == [
         [
-            Story((mary, john), "Where is Mary?", "kitchen"),
-            Story((mary, john, again), "Where is John?", "office"),
-            Story((mary, john, again), "Where is Mary?", "garden"),
+            Story((mary, john), "Where is Mary?", "kitchen", (0,)),
+            Story((mary, john, again), "Where is John?", "office", (1,)),
+            Story((mary, john, again), "Where is Mary?", "garden", (2,)),
         ],
-        [Story(("Sandra moved to the hallway.",), "Where is Sandra?", "hallway")],
+        [Story(("Sandra moved to the hallway.",), "Where is Sandra?", "hallway", (0,))],
     ]
 
 
