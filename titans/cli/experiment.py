@@ -136,7 +136,7 @@ def shapes(
     out: Out = Path("runs/shapes"),
     models: Names = None,
     seeds: Seeds = "0",
-    tokens: Tokens = 819_200,
+    tokens: Tokens = 409_600,
     rates: Annotated[str, typer.Option(help="Learning rates, an odd number of them.")] = "0.002,0.004,0.008",
     field: Fields = [],  # noqa: B006
     device: Device = "auto",

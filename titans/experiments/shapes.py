@@ -19,7 +19,7 @@ Found = dict[str, Any]  # a row of the report: model, shape, tokens, learning_ra
 
 RATES = (2e-3, 4e-3, 8e-3)
 SIZE = "1.5m"
-SHORTER = 4  # the first runs see so many times fewer tokens than the last
+SHORTER = 2  # the first runs see so many times fewer tokens than the last
 FINALISTS = 3
 _LINEAR: Sequence[Shape] = (  # of models with a linear memory
     {"num_hidden_layers": 4},
@@ -96,7 +96,7 @@ def run_shapes(
 ) -> dict[str, Any]:
     """Finds each model's best shape and rate; writes shapes.json, shapes.md and the page into ``language.out``.
 
-    All candidates are trained on a quarter of the tokens at the middle rate; of each model the best few on all tokens;
+    All candidates are trained on half of the tokens at the middle rate; of each model the best few on all tokens;
     and the best of those at the other rates.
 
     Args:
