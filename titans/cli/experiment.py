@@ -36,6 +36,7 @@ Out = Annotated[Path, typer.Option(help="Folder of the experiment. Runs that it 
 Names = Annotated[str | None, typer.Option(help="Only these models, with commas between them.")]
 Seeds = Annotated[str, typer.Option(help="One run of every model for each seed, with commas between them.")]
 Tokens = Annotated[int, typer.Option(help="Training tokens per run on text.")]
+Length = Annotated[int, typer.Option(help="Tokens per sequence.")]
 Fields = Annotated[
     list[str],
     typer.Option(help="Change a field of our models' configs, NAME=VALUE, or of one model's, MODEL.NAME=VALUE."),
@@ -103,7 +104,7 @@ def lm(
     size: Annotated[str, typer.Option(help="Size of every model, such as 1.5m.")] = "1.5m",
     seeds: Seeds = "0,1,2",
     tokens: Tokens = 1_500_000,
-    length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 256,
+    length: Length = 256,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per batch.")] = 1024,
     learning_rate: Annotated[float, typer.Option(help="Learning rate of every model.")] = 4e-3,
     rate: Annotated[list[str], typer.Option(help="Learning rate of one model, NAME=RATE. May be repeated.")] = [],  # noqa: B006
@@ -205,6 +206,7 @@ def depth(
     depths: Depths = "1,2,3,4",
     seeds: Seeds = "0,1,2",
     tokens: Tokens = 500_000,
+    length: Length = 256,
     read: Annotated[
         int, typer.Option(min=64, help="Tokens that a model reads with one memory when it is tested.")
     ] = 2048,
@@ -217,7 +219,8 @@ def depth(
         from titans.experiments.depth import LIMIT, run_depth
 
         language = _on_text(data, out, seeds, tokens, field, device, at_a_time)
-        language, limit = (language.quick(), read) if quick else (language, LIMIT)
+        language = replace(language, length=length, batch_tokens=max(length, language.batch_tokens))
+        language, limit = (language.quick(), read) if quick else (language, max(LIMIT, 8 * read))
         run_depth(language, out, numbers(depths, "--depths"), read, move, this_command(), limit)
 
 
