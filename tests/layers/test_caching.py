@@ -46,7 +46,7 @@ def memory(dtype: torch.dtype = torch.float64, **options: Any) -> NeuralMemory:
         for parameter in layer.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
         if layer.to_fit is not None:
-            layer.to_fit.weight *= 5  # so that a token prefers some segments to others
+            layer.to_fit *= 5  # so that a token prefers some segments to others
     return layer.to(dtype)
 
 
@@ -94,7 +94,7 @@ def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, 
         q, past = plain.queries(x_t, past)
         now, state = plain.write(x_t, state)  # M_t(q_t)
         segment.append(x_t[0, 0])
-        u = layer.to_fit.weight @ x_t[0, 0]
+        u = layer.to_fit @ x_t[0, 0]
         mean = sum(segment) / len(segment)
         best = sorted(kept, key=lambda each: -(u @ each.mean).item())[: caching.top_k]
         e_now = torch.exp(u @ mean / math.sqrt(DIM))
@@ -159,7 +159,7 @@ def test_it_is_its_definition_in_outputs_states_and_gradients(kind: str) -> None
     layer, x = memory(**KINDS[kind]), tokens()
     expected = with_gradients(layer, lambda x: definition(layer, x, **KINDS[kind]), x)
     assert_same(with_gradients(layer, layer, x), expected)
-    assert float(expected["gradient of to_fit.weight"].abs().amax()) > 1e-6
+    assert float(expected["gradient of to_fit"].abs().amax()) > 1e-6
 
 
 @every_kind
@@ -425,6 +425,23 @@ def test_every_field_of_the_state_is_saved() -> None:
     from titans.ops.state import CACHED
 
     assert {field.name for field in fields(CachedSegments)} == {"weights", *CACHED}
+
+
+@every_variant
+def test_the_other_weights_start_as_without_a_cache(variant: str) -> None:
+    """So that the same seed compares the two, and not two draws."""
+
+    def start(**options: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        config = TitansConfig(
+            variant=variant, vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, memory_heads=2,
+            segment_size=2, window_size=3, **options,
+        )  # fmt: skip
+        return TitansForCausalLM(config).state_dict()
+
+    plain, cached = start(), start(memory_cache_segment_size=SIZE)
+    assert all(torch.equal(cached.pop(name), value) for name, value in plain.items())
+    assert cached and all(name.endswith("to_fit") for name in cached)
 
 
 @every_variant
