@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -81,6 +80,10 @@ class Kept:
         return Kept(weights, average(self.mean, other.mean), span)
 
 
+def unit(mean: Tensor) -> Tensor:
+    return mean / mean.norm() if mean.any() else mean
+
+
 def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, MemoryState]:
     """One sequence x (1, time, dim), token by token, by the equations of docs/math.md."""
     caching, plain = layer.caching, without_cache(layer, **options)
@@ -93,12 +96,10 @@ def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, 
         x_t = x[:, t : t + 1]
         q, past = plain.queries(x_t, past)
         now, state = plain.write(x_t, state)  # M_t(q_t)
-        segment.append(x_t[0, 0])
         u = layer.to_fit @ x_t[0, 0]
-        mean = sum(segment) / len(segment)
-        best = sorted(kept, key=lambda each: -(u @ each.mean).item())[: caching.top_k]
-        e_now = torch.exp(u @ mean / math.sqrt(DIM))
-        e = [torch.exp(u @ each.mean / math.sqrt(DIM)) for each in best]
+        best = sorted(kept, key=lambda each: -(u @ unit(each.mean)).item())[: caching.top_k]
+        e_now = torch.exp(u @ unit(sum(segment, x.new_zeros(DIM))))  # of the tokens before this one
+        e = [torch.exp(u @ unit(each.mean)) for each in best]
         total = e_now + sum(e)
         if caching.average and best:
             layers = zip(*(each.weights for each in best), strict=True)
@@ -108,8 +109,9 @@ def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, 
             said = [f * plain.recall(q, each.weights) for f, each in zip(e, best, strict=True)]
             y = (e_now * now + sum(said)) / total
         outputs.append(layer.output(y, layer.output_gate(x_t)))
+        segment.append(x_t[0, 0])
         if len(segment) == caching.segment_size:
-            kept.append(Kept(list(state.weights), mean, 1))
+            kept.append(Kept(list(state.weights), sum(segment) / len(segment), 1))
             segment = []
             if caching.max_states is not None and len(kept) > caching.max_states:
                 spans = [a.span + b.span for a, b in pairwise(kept)]
