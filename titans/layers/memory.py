@@ -46,6 +46,7 @@ BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 SLOWEST, FASTEST = 0.0025, 0.3  # what heads forget per token at the start; local ones lie between, by equal ratios
+FIT_SCALE = 3.0  # at the start u is so many times the token: enough to prefer a segment to the others
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -270,7 +271,7 @@ class NeuralMemory(nn.Module):
         for linear in (self.to_qkv, self.to_gate, self.to_out):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
         if self.to_fit is not None:
-            nn.init.eye_(self.to_fit)  # and no random number: the other weights start as without a cache
+            nn.init.eye_(self.to_fit).mul_(FIT_SCALE)  # no random number: the others start as without a cache
         self.to_qkv.weight[:inner] = self.to_qkv.weight[inner : 2 * inner]
         if self.conv is not None:
             nn.init.normal_(self.conv, std=0.1)
