@@ -226,6 +226,18 @@ def test_a_constant_number_of_states_is_kept_however_long_the_text() -> None:
     assert state.cached.spans.max() < 2.1 * state.cached.spans.min()
 
 
+@torch.no_grad()
+def test_at_the_start_a_token_prefers_the_segment_in_which_it_has_occurred() -> None:
+    torch.manual_seed(0)
+    layer, x = NeuralMemory(64, cache_segment_size=8, depth=1), torch.randn(1, 64, 64)
+    _, state = layer(x)
+    u, cached = layer.fit_queries(x), state.cached
+    assert u is not None and cached is not None
+    gamma = torch.softmax(u[0] @ torch.nn.functional.normalize(cached.means[0], dim=-1).mT, dim=-1)
+    own = gamma[torch.arange(64), torch.arange(64) // 8]
+    assert own.mean() > 0.8
+
+
 def test_without_the_option_nothing_changes() -> None:
     """Neither parameters nor results: a memory that keeps nothing is the old one, and one that has kept nothing yet."""
     cached = memory(cache_segment_size=TIME)
