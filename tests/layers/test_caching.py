@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import fields, replace
 from itertools import pairwise
 from pathlib import Path
@@ -46,7 +45,7 @@ def memory(dtype: torch.dtype = torch.float64, **options: Any) -> NeuralMemory:
         for parameter in layer.parameters():
             parameter += 0.3 * torch.randn_like(parameter)
         if layer.to_fit is not None:
-            layer.to_fit.weight *= 5  # so that a token prefers some segments to others
+            layer.to_fit *= 5  # so that a token prefers some segments to others
     return layer.to(dtype)
 
 
@@ -81,6 +80,10 @@ class Kept:
         return Kept(weights, average(self.mean, other.mean), span)
 
 
+def unit(mean: Tensor) -> Tensor:
+    return mean / mean.norm() if mean.any() else mean
+
+
 def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, MemoryState]:
     """One sequence x (1, time, dim), token by token, by the equations of docs/math.md."""
     caching, plain = layer.caching, without_cache(layer, **options)
@@ -93,12 +96,10 @@ def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, 
         x_t = x[:, t : t + 1]
         q, past = plain.queries(x_t, past)
         now, state = plain.write(x_t, state)  # M_t(q_t)
-        segment.append(x_t[0, 0])
-        u = layer.to_fit.weight @ x_t[0, 0]
-        mean = sum(segment) / len(segment)
-        best = sorted(kept, key=lambda each: -(u @ each.mean).item())[: caching.top_k]
-        e_now = torch.exp(u @ mean / math.sqrt(DIM))
-        e = [torch.exp(u @ each.mean / math.sqrt(DIM)) for each in best]
+        u = layer.to_fit @ x_t[0, 0]
+        best = sorted(kept, key=lambda each: -(u @ unit(each.mean)).item())[: caching.top_k]
+        e_now = torch.exp(u @ unit(sum(segment, x.new_zeros(DIM))))  # of the tokens before this one
+        e = [torch.exp(u @ unit(each.mean)) for each in best]
         total = e_now + sum(e)
         if caching.average and best:
             layers = zip(*(each.weights for each in best), strict=True)
@@ -108,8 +109,9 @@ def definition(layer: NeuralMemory, x: Tensor, **options: Any) -> tuple[Tensor, 
             said = [f * plain.recall(q, each.weights) for f, each in zip(e, best, strict=True)]
             y = (e_now * now + sum(said)) / total
         outputs.append(layer.output(y, layer.output_gate(x_t)))
+        segment.append(x_t[0, 0])
         if len(segment) == caching.segment_size:
-            kept.append(Kept(list(state.weights), mean, 1))
+            kept.append(Kept(list(state.weights), sum(segment) / len(segment), 1))
             segment = []
             if caching.max_states is not None and len(kept) > caching.max_states:
                 spans = [a.span + b.span for a, b in pairwise(kept)]
@@ -159,7 +161,7 @@ def test_it_is_its_definition_in_outputs_states_and_gradients(kind: str) -> None
     layer, x = memory(**KINDS[kind]), tokens()
     expected = with_gradients(layer, lambda x: definition(layer, x, **KINDS[kind]), x)
     assert_same(with_gradients(layer, layer, x), expected)
-    assert float(expected["gradient of to_fit.weight"].abs().amax()) > 1e-6
+    assert float(expected["gradient of to_fit"].abs().amax()) > 1e-6
 
 
 @every_kind
@@ -222,6 +224,18 @@ def test_a_constant_number_of_states_is_kept_however_long_the_text() -> None:
     assert state.cached is not None and state.cached.spans.sum() == 100
     assert state.cached.spans.shape == (1, 4)
     assert state.cached.spans.max() < 2.1 * state.cached.spans.min()
+
+
+@torch.no_grad()
+def test_at_the_start_a_token_prefers_the_segment_in_which_it_has_occurred() -> None:
+    torch.manual_seed(0)
+    layer, x = NeuralMemory(64, cache_segment_size=8, depth=1), torch.randn(1, 64, 64)
+    _, state = layer(x)
+    u, cached = layer.fit_queries(x), state.cached
+    assert u is not None and cached is not None
+    gamma = torch.softmax(u[0] @ torch.nn.functional.normalize(cached.means[0], dim=-1).mT, dim=-1)
+    own = gamma[torch.arange(64), torch.arange(64) // 8]
+    assert own.mean() > 0.8
 
 
 def test_without_the_option_nothing_changes() -> None:
@@ -425,6 +439,23 @@ def test_every_field_of_the_state_is_saved() -> None:
     from titans.ops.state import CACHED
 
     assert {field.name for field in fields(CachedSegments)} == {"weights", *CACHED}
+
+
+@every_variant
+def test_the_other_weights_start_as_without_a_cache(variant: str) -> None:
+    """So that the same seed compares the two, and not two draws."""
+
+    def start(**options: Any) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        config = TitansConfig(
+            variant=variant, vocab_size=11, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, memory_heads=2,
+            segment_size=2, window_size=3, **options,
+        )  # fmt: skip
+        return TitansForCausalLM(config).state_dict()
+
+    plain, cached = start(), start(memory_cache_segment_size=SIZE)
+    assert all(torch.equal(cached.pop(name), value) for name, value in plain.items())
+    assert cached and all(name.endswith("to_fit") for name in cached)
 
 
 @every_variant

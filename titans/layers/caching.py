@@ -7,7 +7,6 @@ what each of them was made from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from titans.ops import MemoryMLP, MemoryState, Tokens
 from titans.ops.frame import make_frame
+from titans.ops.project import UNIT_EPS
 from titans.ops.state import CachedSegments, Surprise
 
 Run = Callable[[Tokens, MemoryState], Any]  # (y, state), and the surprise if the caller asked for it
@@ -91,17 +91,19 @@ def _map(tokens: Tokens, function: Callable[[Tensor], Tensor]) -> Tokens:
 
 
 def _go_on(x: Tensor, live: Tensor | None, cached: CachedSegments) -> tuple[Tensor, Tensor, int | Tensor]:
-    """The mean of the open segment after each token of x (batch, time, dim), and its sum and length after them all."""
+    """The mean of the open segment before each token of x (batch, time, dim), and its sum and length after them all."""
     if live is None:
         seen: int | Tensor = cached.length + x.shape[1]
         counts = cached.length if isinstance(cached.length, int) else cached.length.unsqueeze(-1)
-        counts = counts + torch.arange(1, x.shape[1] + 1, device=x.device).expand(len(x), -1)
+        counts = counts + torch.arange(x.shape[1], device=x.device).expand(len(x), -1)
     else:
         x = x.masked_fill(~live.unsqueeze(-1), 0)
-        counts = cached.lengths.unsqueeze(-1) + live.cumsum(1)
-        seen = counts[:, -1]
-    sums = cached.total.unsqueeze(1) + x.cumsum(1)
-    return sums / counts.clamp(min=1).unsqueeze(-1), sums[:, -1].clone(), seen  # a view would keep all sums alive
+        counts = cached.lengths.unsqueeze(-1) + live.cumsum(1) - live.long()
+        seen = cached.lengths + live.sum(1)
+    total = cached.total.unsqueeze(1)
+    sums = torch.cat([total, total + x.cumsum(1)], dim=1)
+    means = sums[:, :-1] / counts.clamp(min=1).unsqueeze(-1)
+    return means, sums[:, -1].clone(), seen  # a view would keep all sums alive
 
 
 def read_cached(
@@ -113,16 +115,16 @@ def read_cached(
         y: (batch, heads, time, width), what it says as it stands.
         q: its queries, of the same shape.
         u: (batch, time, dim), what is compared with the means.
-        mean: (batch, time or 1, dim), of the open segment.
+        mean: (batch, time or 1, dim), of the open segment's tokens before each of these.
     """
     weights, kept = cached.weights, cached.spans.shape[1]
     if not kept:
         return y
     dtype, lowest = weights[0].dtype, torch.finfo(weights[0].dtype).min  # not infinity: a row may have kept nothing
     with torch.autocast(q.device.type, enabled=False):
-        u = u.to(dtype) / math.sqrt(u.shape[-1])
-        now = (u * mean.to(dtype)).sum(-1, keepdim=True)
-        fits = (u @ cached.means.mT).masked_fill(cached.spans.unsqueeze(1) == 0, lowest)
+        u = u.to(dtype)
+        now = (u * _unit(mean.to(dtype))).sum(-1, keepdim=True)
+        fits = (u @ _unit(cached.means).mT).masked_fill(cached.spans.unsqueeze(1) == 0, lowest)
         if caching.top_k is not None and caching.top_k < kept:
             best = fits.topk(caching.top_k, dim=-1)
             if u.shape[1] == 1:  # the others need not even be read
@@ -138,6 +140,11 @@ def read_cached(
             return (first * y + (1 - first) * said).to(y.dtype)
         said = network(weights, q.to(dtype).unsqueeze(1))
         return (first * y + _mix(said, gamma[..., 1:])).to(y.dtype)
+
+
+def _unit(means: Tensor) -> Tensor:
+    """Each of length 1; one of length 0, of an empty segment, stays."""
+    return means * (means.square().sum(-1, keepdim=True) + UNIT_EPS).rsqrt()
 
 
 def _mix(y: Tensor, shares: Tensor) -> Tensor:

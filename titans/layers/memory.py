@@ -46,6 +46,7 @@ BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 SLOWEST, FASTEST = 0.0025, 0.3  # what heads forget per token at the start; local ones lie between, by equal ratios
+FIT_SCALE = 3.0  # at the start u is so many times the token: enough to prefer a segment to the others
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
 
@@ -260,7 +261,7 @@ class NeuralMemory(nn.Module):
         self.norm = nn.RMSNorm(head_dim, eps=NORM_EPS)
         self.to_gate = nn.Linear(dim, inner, bias=False)
         self.to_out = nn.Linear(inner, dim, bias=False)
-        self.to_fit = None if self.caching is None else nn.Linear(dim, dim, bias=False)
+        self.to_fit = None if self.caching is None else nn.Parameter(torch.empty(dim, dim))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -270,7 +271,7 @@ class NeuralMemory(nn.Module):
         for linear in (self.to_qkv, self.to_gate, self.to_out):
             nn.init.normal_(linear.weight, std=linear.in_features**-0.5)
         if self.to_fit is not None:
-            nn.init.normal_(self.to_fit.weight, std=self.dim**-0.5)
+            nn.init.eye_(self.to_fit).mul_(FIT_SCALE)  # no random number: the others start as without a cache
         self.to_qkv.weight[:inner] = self.to_qkv.weight[inner : 2 * inner]
         if self.conv is not None:
             nn.init.normal_(self.conv, std=0.1)
@@ -491,9 +492,9 @@ class NeuralMemory(nn.Module):
         """u (batch, time, dim), float32 or wider: what tells how well a token fits a segment; None without a cache."""
         if self.to_fit is None:
             return None
-        dtype = torch.promote_types(self.to_fit.weight.dtype, torch.float32)
+        dtype = torch.promote_types(self.to_fit.dtype, torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(self._limit(x).to(dtype), self.to_fit.weight.to(dtype))
+            return F.linear(self._limit(x).to(dtype), self.to_fit.to(dtype))
 
     def recall_cached(
         self, y: Tensor, q: Tensor, u: Tensor | None, cached: CachedSegments | None, mean: Tensor | None
