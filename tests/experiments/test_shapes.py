@@ -40,11 +40,14 @@ def test_the_best_shape_is_trained_at_every_rate_and_the_best_of_all_is_chosen(
     ]
 
 
-def test_every_model_has_as_many_candidates_and_each_meets_the_size() -> None:
+def test_every_model_has_as_many_candidates() -> None:
     assert len({len(shapes) for shapes in CANDIDATES.values()}) == 1
-    for model, shapes in CANDIDATES.items():
-        for shape in shapes:
-            config_for(model, SIZE, **shape)
+
+
+@pytest.mark.parametrize("model", ["lmm", *(pytest.param(name, marks=pytest.mark.slow) for name in CANDIDATES)])
+def test_every_candidate_meets_the_size(model: str) -> None:
+    for shape in CANDIDATES[model]:
+        config_for(model, SIZE, **shape)
 
 
 def test_what_cannot_be_searched_is_one_sentence(tmp_path: Path) -> None:
