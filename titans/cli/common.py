@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
 from titans.report.progress import bar as bar
+
+Number = TypeVar("Number", int, float)
 
 DEVICE = "Where to run: auto (CUDA if there is any, else MPS, else the CPU), cpu, cuda, cuda:N or mps."
 Device = Annotated[str, typer.Option(help=DEVICE)]
@@ -45,18 +47,19 @@ def this_command() -> str:
 
 def numbers(text: str, option: str) -> tuple[int, ...]:
     """Whole numbers with commas between them."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"{option} takes whole numbers with commas between them, got '{text}'.") from None
+    return _listed(text, option, int, "whole numbers")
 
 
 def decimals(text: str, option: str) -> tuple[float, ...]:
     """Numbers with commas between them."""
+    return _listed(text, option, float, "numbers")
+
+
+def _listed(text: str, option: str, kind: Callable[[str], Number], expected: str) -> tuple[Number, ...]:
     try:
-        return tuple(float(part) for part in text.split(","))
+        return tuple(kind(part) for part in text.split(","))
     except ValueError:
-        raise typer.BadParameter(f"{option} takes numbers with commas between them, got '{text}'.") from None
+        raise typer.BadParameter(f"{option} takes {expected} with commas between them, got '{text}'.") from None
 
 
 def names(text: str | None) -> tuple[str, ...]:

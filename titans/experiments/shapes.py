@@ -18,7 +18,7 @@ Shape = dict[str, Any]  # fields of a config; the width of the feed-forward laye
 Found = dict[str, Any]  # a row of the report: model, shape, tokens, learning_rate, parameters, loss, cpu_minutes
 
 RATES = (2e-3, 4e-3, 8e-3)
-SIZE = "1.5m"
+SIZE = "1.5m"  # of all candidates
 SHORTER = 2  # the first runs see so many times fewer tokens than the last
 FINALISTS = 3
 _LINEAR: Sequence[Shape] = (  # of models with a linear memory
@@ -109,7 +109,7 @@ def run_shapes(
             raise ValueError(f"models has {model!r}: {nearest(model, candidates)}")
     if len(rates) % 2 == 0 or any(not rate > 0 for rate in rates):
         raise ValueError(f"rates is {list(rates)}; expected an odd number of positive numbers")
-    language = language.judged_at_the_end()
+    language = replace(language, size=SIZE).judged_at_the_end()
     middle = sorted(rates)[len(rates) // 2]
     rows = {
         f"{model}-{number}": {"name": model, **shape}

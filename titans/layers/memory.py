@@ -286,12 +286,12 @@ class NeuralMemory(nn.Module):
             "alpha": alpha,
             "eta": torch.full((self.heads,), 0.5 / ETA_MAX),
         }
-        bias = torch.stack([torch.logit(first[name]) for name in self.gate_names]) if self.gate_names else None
-        if self.to_gates is not None and bias is not None:
+        bias = [torch.logit(first[name]) for name in self.gate_names]
+        if self.to_gates is not None:
             nn.init.normal_(self.to_gates.weight, std=0.1 * self.dim**-0.5)
-            self.to_gates.bias.copy_(bias.flatten())
-        if self.gate_bias is not None and bias is not None:
-            self.gate_bias.copy_(bias)
+            self.to_gates.bias.copy_(torch.cat(bias))
+        if self.gate_bias is not None:
+            self.gate_bias.copy_(torch.stack(bias))
         for index, weight in enumerate(self.initial):
             if index + 1 == self.depth and self.gain is None:
                 nn.init.zeros_(weight)
