@@ -11,7 +11,7 @@ import pytest
 from tests.experiments.finished import finish, text
 from titans.experiments.lm import LMExperiment
 from titans.experiments.runs import Job
-from titans.experiments.shapes import CANDIDATES, FINALISTS, SIZE, run_shapes
+from titans.experiments.shapes import CANDIDATES, SIZE, run_shapes
 from titans.models.baselines import config_for
 
 
@@ -25,18 +25,19 @@ def test_the_best_shape_is_trained_at_every_rate_and_the_best_of_all_is_chosen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def loss(job: Job) -> float:
-        layers = job.config.model.get("num_hidden_layers")
-        return math.nan if layers == 4 else abs(layers - 6) + 100 * job.config.learning_rate
+        model = job.config.model
+        best = model.get("memory_depth", 2) == 2 and model["num_hidden_layers"] == 4
+        return (0.0 if best else math.nan) + 100 * job.config.learning_rate
 
     finish(monkeypatch, loss)
     report = run_shapes(search(tmp_path, "lmm", "sliding-window"), command="titans experiment shapes")
     for model, chosen in report["chosen"].items():
-        assert chosen["shape"]["num_hidden_layers"] == 6 and chosen["learning_rate"] == 2e-3
-        assert len([row for row in report["found"] if row["model"] == model]) == len(CANDIDATES[model]) + FINALISTS + 2
+        assert chosen["shape"]["num_hidden_layers"] == 4 and chosen["learning_rate"] == 2e-3
+        assert len([row for row in report["found"] if row["model"] == model]) == len(CANDIDATES[model]) + 2
     lines = (tmp_path / "out" / "shapes.md").read_text().splitlines()
     assert [line.split("|")[2].strip() for line in lines if "chosen" in line] == [
-        "memory_depth 1, num_hidden_layers 6, memory_head_dim 64",
-        "num_hidden_layers 6",
+        "memory_depth 2, num_hidden_layers 4, hidden_size 160, memory_heads 4, memory_head_dim 64",
+        "num_hidden_layers 4, hidden_size 160, num_attention_heads 4",
     ]
 
 

@@ -109,6 +109,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "guarded": {"max_norm": 0.5},
     "checkpoints": {"checkpoint_every": 1},
     "huber": {"loss": "huber"},
+    "gates that close": {"gate_cutoff": 0.5},
 }
 every_switch = pytest.mark.parametrize("switch", SWITCHES)
 
@@ -427,6 +428,31 @@ def test_local_heads_start_with_mixtures_of_tokens_and_fast_forgetting(
     assert (k[:, :count].abs() <= 0.5).all() and (k[-1, count:] > 0.5).all() and (v[-1] > 0.5).all()
 
 
+@pytest.mark.parametrize("gates", ["token", "constant"])
+def test_gates_with_a_cutoff_start_as_without_one(gates: str) -> None:
+    torch.manual_seed(0)
+    x = torch.zeros(1, 1, DIM)
+    plain, closing = (NeuralMemory(DIM, 2, gates=gates, gate_cutoff=cutoff)._gate(x) for cutoff in (0.0, 0.3))
+    for name, gate, other in zip(("theta", "alpha", "eta"), plain, closing, strict=True):
+        assert gate is not None and other is not None
+        torch.testing.assert_close(gate, other, msg=name)
+
+
+def test_a_token_whose_gates_are_below_the_cutoff_leaves_the_memory_as_it_was() -> None:
+    torch.manual_seed(0)
+    layer = NeuralMemory(DIM, 2, momentum=False, gate_cutoff=0.3)
+    assert layer.to_gates is not None
+    x = torch.randn(1, 40, DIM)
+    _, state = layer(x)
+    with torch.no_grad():
+        layer.to_gates.bias.fill_(-1.0).sub_(layer.to_gates(x).sub(layer.to_gates.bias).amax((0, 1)))
+    assert all(bool((gate == 0).all()) for gate in layer._gate(x)[:2] if gate is not None)
+    y, after = layer(x, state)
+    for before, then in zip(state.weights, after.weights, strict=True):
+        assert torch.equal(before, then)
+    torch.testing.assert_close(y, layer.read(x, state))
+
+
 SETTINGS: dict[str, dict[str, Any]] = {
     "dim is 0; expected a whole number of at least 1": {"dim": 0},
     "heads is 0; expected a whole number of at least 1": {"heads": 0},
@@ -440,6 +466,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "conv_kernel is -1; expected 0 (none) or the kernel's width": {"conv_kernel": -1},
     "local_heads is 3; expected a whole number from 0 to heads, 2, or None": {"local_heads": 3},
     "theta_max is 2; expected a number in (0, 1]": {"theta_max": 2},
+    "gate_cutoff is 1; expected a number in [0, 1)": {"gate_cutoff": 1},
     "activation is 'mish'; expected one of silu, gelu, gelu_tanh, relu": {"activation": "mish"},
     "loss is 'cubic'; expected one of squared, dot, huber": {"loss": "cubic"},
     "optimiser is 'adam'; expected one of momentum, newton_schulz": {"optimiser": "adam"},

@@ -37,6 +37,7 @@ RULES: dict[str, dict[str, Any]] = {
     "no convolution": {"conv_kernel": 0, "activation": "gelu_tanh"},
     "present token only": {"conv_kernel": 1, "unit_keys": False},
     "constant gates": {"gates": "constant"},
+    "gates that close": {"gate_cutoff": 0.5},
     "fixed gates": {"fixed_theta": 0.4, "fixed_alpha": [0.1, 0.0]},
     "no gates": {"fixed_theta": 0.4, "fixed_alpha": [0.1, 0.0], "momentum": False},
     "off": {"writes": False, "max_norm": 0.3},

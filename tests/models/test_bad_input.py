@@ -41,6 +41,8 @@ from titans.models.modeling import make_layer
         ({"memory_head_dim": "8"}, "memory_head_dim is '8'; expected a whole number of at least 1"),
         ({"memory_expansion": -1.0}, "memory_expansion is -1.0; expected a positive number"),
         ({"memory_theta_max": 2.0}, "memory_theta_max is 2.0; expected a number in (0, 1]"),
+        ({"memory_gate_cutoff": 1.0}, "memory_gate_cutoff is 1.0; expected a number in [0, 1)"),
+        ({"memory_gate_cutoff": "low"}, "memory_gate_cutoff is 'low'; expected a number"),
         ({"memory_fixed_alpha": "ab"}, "memory_fixed_alpha is 'ab'; expected a list of numbers, one per head"),
         ({"rms_norm_eps": "a"}, "rms_norm_eps is 'a'; expected a positive number"),
         ({"use_memory": "no"}, "use_memory is 'no'; expected True or False"),

@@ -44,6 +44,21 @@ def test_training_books_fit_and_splits_share_no_number() -> None:
     assert not numbers["train"] & numbers["test"] and not numbers["train"] & numbers["validation"]
 
 
+def test_values_may_be_words_and_a_book_has_one_kind() -> None:
+    task = make_task("phonebook", {"values": ["number", "word"]})
+    kinds = set()
+    for number in range(40):
+        drawn = example(task, "train", 0, number, 64, BYTES)
+        assert len(drawn.tokens) <= 64
+        book = text_of(drawn.tokens[: drawn.boundary]).strip().split("\n")
+        values = [line.split(": ")[1] for line in book]
+        kinds.add(tuple(sorted({value.isdigit() for value in values})))
+        assert all(value.isdigit() or value.count("-") == 1 for value in values)
+    assert kinds == {(True,), (False,)}
+    with pytest.raises(ValueError, match=r"values is .*; expected one or more of number, word"):
+        make_task("phonebook", {"values": ["uuid"]})
+
+
 def test_the_same_seed_gives_the_same_book_and_bad_settings_are_one_sentence() -> None:
     task = make_task("phonebook", {"digits": 4})
     books = [example(task, "train", seed, 3, {"entries": 4}, BYTES).tokens for seed in (0, 0, 1)]

@@ -106,7 +106,9 @@ def lm(
     tokens: Tokens = 1_500_000,
     length: Length = 256,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per batch.")] = 1024,
-    learning_rate: Annotated[float, typer.Option(help="Learning rate of every model.")] = 4e-3,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="Learning rate of every model. Default: of each the best that is known.")
+    ] = None,
     rate: Annotated[list[str], typer.Option(help="Learning rate of one model, NAME=RATE. May be repeated.")] = [],  # noqa: B006
     field: Fields = [],  # noqa: B006
     equal_time: Annotated[
@@ -137,7 +139,7 @@ def shapes(
     out: Out = Path("runs/shapes"),
     models: Names = None,
     seeds: Seeds = "0",
-    tokens: Tokens = 409_600,
+    tokens: Tokens = 153_600,
     rates: Annotated[str, typer.Option(help="Learning rates, an odd number of them.")] = "0.002,0.004,0.008",
     field: Fields = [],  # noqa: B006
     device: Device = "auto",

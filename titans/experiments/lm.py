@@ -13,7 +13,7 @@ from typing import Any
 from titans.evaluation.measure import Evaluation
 from titans.experiments.runs import Job, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import METRICS, RESULT
-from titans.models.baselines import NAMES, SIZES
+from titans.models.baselines import NAMES, SIZES, best_rate
 from titans.models.configuration import VARIANTS
 from titans.report.outcome import read_figures, write_outcome
 from titans.report.page import Figure, Section, Table, show
@@ -48,7 +48,8 @@ class LMExperiment:
         seeds: one run of every model for each.
         tokens: per run.
         budgets: tokens per run of single models.
-        length, batch_tokens, learning_rate, warmup, weight_decay: as in a training config, the same for all models.
+        length, batch_tokens, warmup, weight_decay: as in a training config, the same for all models.
+        learning_rate: of all models; None: of each the best that is known.
         rates: learning rates of single models.
         fields: fields of our four models' configs, such as ``memory_mode``; or, as ``MODEL.FIELD``, of one model's.
         tests: what each trained model is tested with.
@@ -69,7 +70,7 @@ class LMExperiment:
     budgets: dict[str, int] = field(default_factory=dict)
     length: int = 256
     batch_tokens: int = 1024
-    learning_rate: float = 4e-3
+    learning_rate: float | None = None
     warmup: float = 0.05
     weight_decay: float = 0.1
     rates: dict[str, float] = field(default_factory=dict)
@@ -114,6 +115,9 @@ class LMExperiment:
         steps = max(1, self.budgets.get(model, self.tokens) // self.batch_tokens)
         every = max(1, steps // max(1, self.evaluations))
         described = {"name": model, "size": self.size} | self.rows.get(model, {})
+        rate = self.learning_rate
+        if rate is None:
+            rate = best_rate(described["name"], described["size"])
         own = f"{model}."
         settings = {name.removeprefix(own): value for name, value in self.fields.items() if name.startswith(own)}
         if described["name"] in VARIANTS:  # a preset has a rule of its own
@@ -126,7 +130,7 @@ class LMExperiment:
             batch_tokens=self.batch_tokens,
             micro_batch=max(1, self.batch_tokens // self.length),
             steps=steps,
-            learning_rate=self.rates.get(model, self.learning_rate),
+            learning_rate=self.rates.get(model, rate),
             warmup=self.warmup,
             weight_decay=self.weight_decay,
             seed=seed,

@@ -46,6 +46,7 @@ BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 SLOWEST, FASTEST = 0.0025, 0.3  # what heads forget per token at the start; local ones lie between, by equal ratios
+CLOSING = ("theta", "alpha")  # gates that a cutoff closes; without a step, momentum only carries on what was begun
 FIT_SCALE = 3.0  # at the start u is so many times the token: enough to prefer a segment to the others
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
@@ -92,6 +93,8 @@ class NeuralMemory(nn.Module):
             ``"zero"``: Eq. 13 as written, with which a deep memory that has forgotten everything has no gradient.
         gates: ``"token"``: step, forgetting and momentum depend on the token; ``"constant"``: learned per head.
         theta_max: the largest step; the step is theta_max * sigmoid(.) * (1 - eta).
+        gate_cutoff: step and forgetting close below it: a gate is max(0, (sigmoid - cutoff) / (1 - cutoff)), so that
+            most of a long text can leave no trace at all. 0: every token writes and forgets a little.
         fixed_theta: the step of every token, instead of a gate.
         fixed_alpha: the forgetting of every token, one number per head, instead of a gate.
         bounded: steps and weights that stay bounded for any finite input (docs/math.md, Bounds).
@@ -141,6 +144,7 @@ class NeuralMemory(nn.Module):
         forget_to: str = "start",
         gates: str = "token",
         theta_max: float = 1.0,
+        gate_cutoff: float = 0.0,
         fixed_theta: float | None = None,
         fixed_alpha: Sequence[float] | None = None,
         bounded: bool = True,
@@ -186,6 +190,8 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"local_heads is {local_heads}; expected a whole number from 0 to heads, {heads}, or None")
         if not 0 < theta_max <= 1:
             raise ValueError(f"theta_max is {theta_max}; expected a number in (0, 1]")
+        if not 0 <= gate_cutoff < 1:
+            raise ValueError(f"gate_cutoff is {gate_cutoff}; expected a number in [0, 1)")
         cache = {"cache_segment_size": cache_segment_size, "cache_top_k": cache_top_k,
                  "cache_max_states": cache_max_states}  # fmt: skip
         for name, count in cache.items():
@@ -231,7 +237,7 @@ class NeuralMemory(nn.Module):
         self.local_heads = heads - 1 if local_heads is None else local_heads
         self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
         self.forget_to = forget_to
-        self.theta_max, self.fixed_theta = theta_max, fixed_theta
+        self.theta_max, self.gate_cutoff, self.fixed_theta = theta_max, gate_cutoff, fixed_theta
         self.fixed_alpha = None if fixed_alpha is None else tuple(fixed_alpha)
         self.bounded, self.max_norm = bounded, max_norm
         self.writes = writes
@@ -286,6 +292,8 @@ class NeuralMemory(nn.Module):
             "alpha": alpha,
             "eta": torch.full((self.heads,), 0.5 / ETA_MAX),
         }
+        for name in CLOSING:  # so that the gates start as without a cutoff
+            first[name] = self.gate_cutoff + (1 - self.gate_cutoff) * first[name]
         bias = [torch.logit(first[name]) for name in self.gate_names]
         if self.to_gates is not None:
             nn.init.normal_(self.to_gates.weight, std=0.1 * self.dim**-0.5)
@@ -595,6 +603,9 @@ class NeuralMemory(nn.Module):
         elif self.gate_bias is not None:
             raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])
         gate = {} if raw is None else dict(zip(self.gate_names, torch.sigmoid(raw).unbind(0), strict=True))
+        if self.gate_cutoff:
+            for name in gate.keys() & set(CLOSING):
+                gate[name] = torch.relu((gate[name] - self.gate_cutoff) / (1 - self.gate_cutoff))
         shape = (x.shape[0], self.heads, x.shape[1])
         eta = ETA_MAX * gate["eta"] if self.momentum else None
         if self.fixed_theta is None:

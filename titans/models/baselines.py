@@ -54,6 +54,13 @@ SIZES = {
     "400m": Size(400_000_000, 1024, 16, 8, 20, 26),
     "760m": Size(760_000_000, 1536, 16, 12, 17, 22),
 }
+# What `titans experiment shapes` found to be the best of each model at a size (docs/results/shapes.md). At other sizes
+# no search was made: there all models have the width and the heads of their size.
+SHAPES: dict[str, dict[str, dict[str, Any]]] = {
+    "1.5m": {},
+}
+RATE = 4e-3  # the learning rate of small models for which no other was found to be better
+RATES: dict[str, dict[str, float]] = {"1.5m": {}}
 OTHERS: dict[str, type[PreTrainedConfig]] = {
     "sliding-window": TitansConfig,
     "transformer++": LlamaConfig,
@@ -80,6 +87,17 @@ def own_fields(name: str, given: dict[str, Any], memory_heads: int) -> dict[str,
     return {"variant": name} | given
 
 
+def best_shape(name: str, size: str) -> dict[str, Any]:
+    """The fields of the best shape that was found for a model; presets have that of Gated DeltaNet, their kin."""
+    shapes = SHAPES.get(size, {})
+    return shapes.get(name, shapes.get("gated-deltanet", {}) if name in PRESETS else {})
+
+
+def best_rate(name: str, size: str) -> float:
+    """The learning rate that was found to be the best for a model of a size in that shape."""
+    return RATES.get(size, {}).get(name, RATE)
+
+
 def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     """The description of the model ``name`` (one of ``NAMES``) at ``size`` (one of ``SIZES``).
 
@@ -91,6 +109,7 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     if size not in SIZES:
         raise ValueError(f"size is {size!r}; expected one of {', '.join(SIZES)}")
     own = SIZES[size]
+    overrides = best_shape(name, size) | overrides
     common: dict[str, Any] = {
         "vocab_size": own.vocab_size,
         "hidden_size": own.hidden_size,
@@ -211,6 +230,7 @@ def _mamba2(own: Size, common: dict[str, Any], overrides: dict[str, Any]) -> Pre
     """Mamba2 has no feed-forward layers: it takes as many layers as fit, and a state that makes up for the rest."""
     head_dim = own.hidden_size // own.num_attention_heads
     common |= {"head_dim": head_dim, "num_heads": 2 * own.num_attention_heads, "n_groups": 1, "initializer_range": 0.02}
+    common |= {"chunk_size": 64}  # a tile of its scan, the same function: on a CPU larger ones are much slower
     common |= overrides
 
     def count(field: str) -> Callable[[int], int]:

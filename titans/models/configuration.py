@@ -122,6 +122,7 @@ class TitansConfig(PreTrainedConfig):
     memory_forget_to: str = "start"
     memory_gates: str = "token"
     memory_theta_max: float = 1.0
+    memory_gate_cutoff: float = 0.0
     memory_fixed_theta: float | None = None
     memory_fixed_alpha: list[float] | None = None
     memory_bounded: bool = True
@@ -203,6 +204,8 @@ class TitansConfig(PreTrainedConfig):
         }  # fmt: skip
         least = LEAST | {"vocab_size": self.least_vocabulary}
         check_fields(self, TitansConfig.__annotations__, choices, least, MOST)
+        if not (_is_number(self.memory_gate_cutoff) and 0 <= self.memory_gate_cutoff < 1):
+            raise ValueError(f"memory_gate_cutoff is {self.memory_gate_cutoff!r}; expected a number in [0, 1)")
         alphas = self.memory_fixed_alpha
         if alphas is not None and not (isinstance(alphas, (list, tuple)) and all(map(_is_number, alphas))):
             raise ValueError(f"memory_fixed_alpha is {alphas!r}; expected a list of numbers, one per head")

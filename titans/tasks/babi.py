@@ -73,14 +73,22 @@ class StoryTask(Task):
         data: a folder with bAbI files such as qa1_single-supporting-fact_train.txt; None: stories of our own, which
             exist for qa1 and qa2.
         task: qa1 to qa5.
+        also: tasks whose questions training asks as well, of the same stories: qa1 in those of qa2, since where a thing
+            is follows from where people are.
     """
 
     data: str | None = None
     task: str = "qa1"
+    also: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.task not in ANSWERS:
             raise ValueError(f"task is {self.task!r}; expected one of {', '.join(ANSWERS)}")
+        for other in self.also:
+            if other not in KINDS or other == self.task:
+                raise ValueError(
+                    f"also has {other!r}; expected another of {', '.join(KINDS)} than the task, {self.task}"
+                )
         if self.data is None and self.task not in KINDS:
             raise ValueError(f"task is {self.task!r} without data; expected a folder of bAbI files, or one of qa1, qa2")
         if self.data is not None and not _files(self.data, self.task, "*"):
@@ -116,8 +124,9 @@ class StoryTask(Task):
         return story.bare in answered(story.facts, self.task)
 
     def answered(self, facts: Sequence[str], split: str) -> list[Story]:
-        """All questions that our rules can answer from the facts and that a split may ask."""
-        return [story for story in answered(facts, self.task) if self.belongs(story, split)]
+        """All questions that our rules can answer from the facts and that a split may ask, also those of ``also``."""
+        found = [story for task in (self.task, *self.also) for story in answered(facts, task)]
+        return [story for story in found if self.belongs(story, split)]
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ class Babilong(StoryTask):
         require_lengths("lengths", self.lengths, 1)
         if not isinstance(self.examples, int) or not 0 <= self.examples <= len(EXAMPLES[self.task]):
             raise ValueError(f"examples is {self.examples}; expected 0 to {len(EXAMPLES[self.task])}")
-        most = len(KINDS[self.task].asked) if self.task in KINDS else 1
+        most = max(1, sum(len(KINDS[task].asked) for task in (self.task, *self.also) if task in KINDS))
         if not isinstance(self.questions, int) or not 1 <= self.questions <= most:
             raise ValueError(f"questions is {self.questions}; expected 1 to {most} for {self.task}")
 

@@ -18,7 +18,7 @@ typedef struct {
     int dim, heads, width, depth, reach, activation, bias, residual, squared, bounded;
     int chunk, period, position; /* chunk 1: the exact rule; period 0: no guard, and no position */
     int gates, theta_row, alpha_row, eta_row; /* how many are learned, and which is which; -1: not learned */
-    double max_norm, limit, unit_eps, value_eps, theta, eta_max; /* a negative eps: no norm; max_norm, limit 0: none */
+    double max_norm, limit, unit_eps, value_eps, theta, cutoff, eta_max; /* a negative eps: no norm; max_norm, limit 0: none */
     const int *outs, *ins;
     Norm before, after;
     const REAL *to_qkv, *kernel, *to_gates, *gate_bias, *alpha, *to_gate, *to_out;
@@ -55,6 +55,9 @@ typedef struct {
 } Block;
 
 static REAL sigmoid(REAL x) { return 1 / (1 + EXP(-x)); }
+
+/* A gate that is 0 below the cutoff and still reaches 1. */
+static REAL closing(REAL gate, REAL cutoff) { return gate > cutoff ? (gate - cutoff) / (1 - cutoff) : 0; }
 
 /* y (batch, out) = x (batch, in) w^T */
 static void linear(int batch, int out, int in, const REAL *w, const REAL *x, REAL *y, int threads) {
@@ -260,9 +263,9 @@ static void remember(Memory *m, int batch, int threads, const REAL *x, REAL *y, 
         const REAL *q = qkv + (size_t)b * 3 * inner + h * m->width, *gates = raw + b * learned + h;
         Layers at = lay_out(m, row, layers);
         REAL step = (REAL)m->theta, keep = 1, drag = 0;
-        if (m->theta_row >= 0) step *= gates[m->theta_row * m->heads];
+        if (m->theta_row >= 0) step *= closing(gates[m->theta_row * m->heads], (REAL)m->cutoff);
         if (m->eta_row >= 0) drag = (REAL)m->eta_max * gates[m->eta_row * m->heads];
-        if (m->alpha_row >= 0) keep = 1 - gates[m->alpha_row * m->heads];
+        if (m->alpha_row >= 0) keep = 1 - closing(gates[m->alpha_row * m->heads], (REAL)m->cutoff);
         if (m->alpha) keep = 1 - m->alpha[h];
         write_token(m, row, h, q + inner, q + 2 * inner, step * (1 - drag), keep, drag, &at);
         run_network(m, m->weights, row, q, &at, 0);
