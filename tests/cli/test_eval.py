@@ -47,6 +47,16 @@ def test_tasks_are_measured_and_reported(model: Path, tmp_path: Path, capsys: py
     assert (tmp_path / "out" / "report.html").is_file() and "report.html" in out
 
 
+def test_several_controls_share_a_reading(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, _ = call(
+        str(model), "--tasks", "recall", "--set", "lengths=64", "--set", "pairs=2", "--quick",
+        "--control", "none,reset,swap", "--out", str(tmp_path), capsys=capsys,
+    )  # fmt: skip
+    assert code == 0
+    tasks = json.loads((tmp_path / "eval.json").read_text())["tasks"]
+    assert [entry["control"] for entry in tasks.values()] == [None, "reset", "swap"]
+
+
 def test_the_list_of_tasks_names_them_all(capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = call("--list", capsys=capsys)
     assert code == 0

@@ -205,6 +205,23 @@ def test_questions_that_cannot_be_worked_out_are_asked_at_the_end(tmp_path: Path
     )
 
 
+def test_stories_of_qa2_may_be_asked_about_people_too_in_training_alone() -> None:
+    both = Babi(task="qa2", also=("qa1",))
+    texts = [BYTES.decode(example(both, "train", 0, number, 600, BYTES).tokens) for number in range(20)]
+    for text in texts:
+        facts: list[str] = []
+        for fact, question, answer in LINE.findall(text):
+            facts += [fact] if fact else []
+            assert fact or answer == answer_to(facts, question)
+    questions = [question for text in texts for _, question, _ in LINE.findall(text) if question]
+    assert 0 < sum("the" in question for question in questions) < len(questions)
+    tested = [BYTES.decode(example(both, "test", 0, number, {"facts": 8}, BYTES).tokens) for number in range(10)]
+    assert all("Where is the" in text for text in tested)
+    for also in ("qa2", "qa3"):
+        with pytest.raises(ValueError, match=f"also has '{also}'; expected another of qa1, qa2 than the task, qa2"):
+            Babi(task="qa2", also=(also,))
+
+
 def test_lengths_and_numbers_that_no_story_has_are_refused() -> None:
     with pytest.raises(WrongLengthError, match=r"^length is 20; expected room for a fact of qa1 and a question$"):
         example(Babi(), "train", 0, 0, 20, BYTES)

@@ -10,6 +10,8 @@ import typer
 
 from titans.cli.common import Device, bar, names, one_sentence, pairs, require, this_command
 
+NONE = "none"  # the control that leaves the memory as it is
+
 
 def evaluate(
     model: Annotated[str | None, typer.Argument(help="A folder with a saved model, or a name on the hub.")] = None,
@@ -26,7 +28,8 @@ def evaluate(
     control: Annotated[
         str | None,
         typer.Option(
-            help="Tamper with the memory: no-writes, reset (at the question) or swap; or search instead of it: bm25."
+            help="Tamper with the memory: no-writes, reset (at the question) or swap; or search instead of it: bm25. "
+            "Several with commas between them, none for the memory as it is, share the reading."
         ),
     ] = None,
     field: Annotated[
@@ -64,11 +67,12 @@ def evaluate(
             settings=pairs(setting, "--set"),
             samples=2 if quick else samples,
             seed=seed,
-            control=control,
             fields=pairs(field, "--field"),
         )
+        controls = dict.fromkeys(names(control) or (NONE,))
+        asked = [dataclasses.replace(evaluation, control=None if each == NONE else each) for each in controls]
         with bar() as move:
-            run(model, evaluation, folder, device=device, overwrite=overwrite, progress=move, command=this_command())
+            run(model, asked, folder, device=device, overwrite=overwrite, progress=move, command=this_command())
         with locked(folder, "titans eval", WAIT):  # with what another process may have added
             results = load_results([folder])
             page = write_report(results, folder)
