@@ -115,6 +115,16 @@ def test_lengths_can_be_added_and_other_settings_are_refused(saved: Path, tmp_pa
     assert lengths(evaluate(str(saved), asked(samples=5, settings={"lengths": [24]}), out, overwrite=True)) == [24]
 
 
+def test_a_setting_that_older_results_do_not_have_was_at_its_default(saved: Path, tmp_path: Path) -> None:
+    evaluate(str(saved), asked(settings={"lengths": [24]}), tmp_path)
+    kept = json.loads((tmp_path / EVAL).read_text())
+    del kept["tasks"]["recall"]["settings"]["pairs"]
+    (tmp_path / EVAL).write_text(json.dumps(kept))
+    with pytest.raises(ValueError, match="measured with pairs 8, not 4"):
+        evaluate(str(saved), asked(settings={"pairs": 4}), tmp_path)
+    assert lengths(evaluate(str(saved), asked(settings={"lengths": [24, 32]}), tmp_path)) == [24, 32]
+
+
 def test_overwriting_a_task_leaves_the_others(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     evaluate(str(saved), asked(tasks=("reassigned",), settings={}), out)

@@ -110,4 +110,7 @@ def test_the_table_of_the_ablation_says_what_was_run_and_what_diverged() -> None
 def test_the_ablation_on_text_has_the_models_of_the_table() -> None:
     models = language_models()
     assert models.keys() == PAPER.keys()
-    assert models["without momentum"] == {"name": "lmm", "memory_momentum": False} and models["MAC"] == {"name": "mac"}
+    shape = {"hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64, "memory_depth": 2}
+    lmm, mac = shape | {"name": "lmm", "num_hidden_layers": 3}, shape | {"name": "mac", "num_hidden_layers": 2}
+    assert (models["LMM"], models["MAC"], models["without momentum"]) == (lmm, mac, lmm | {"memory_momentum": False})
+    assert models["linear memory"] == lmm | {"memory_depth": 1}

@@ -438,6 +438,17 @@ def test_gates_with_a_cutoff_start_as_without_one(gates: str) -> None:
         torch.testing.assert_close(gate, other, msg=name)
 
 
+@pytest.mark.parametrize("cutoff", [0.02, 0.16, 0.29, 0.9])
+def test_gates_with_a_cutoff_stay_between_0_and_1(cutoff: float) -> None:
+    layer = NeuralMemory(DIM, 2, gate_cutoff=cutoff, momentum=False)
+    assert layer.to_gates is not None
+    for bias, expected in ((-40.0, 0.0), (40.0, 1.0)):
+        with torch.no_grad():
+            layer.to_gates.bias.fill_(bias)
+        for gate in layer._gate(torch.zeros(1, 3, DIM))[:2]:
+            assert gate is not None and bool((gate == expected).all())
+
+
 def test_a_token_whose_gates_are_below_the_cutoff_leaves_the_memory_as_it_was() -> None:
     torch.manual_seed(0)
     layer = NeuralMemory(DIM, 2, momentum=False, gate_cutoff=0.3)

@@ -12,6 +12,7 @@ import torch
 from tests.models.cases import TINY
 from titans import NeuralMemory, TitansConfig, TitansForCausalLM
 from titans.models import NAMES, PRESETS, SIZES, build, config_for, count_parameters, state_bytes
+from titans.models.baselines import best
 from titans.models.presets import preset_fields
 from titans.ops import MemoryState, presets
 
@@ -50,6 +51,23 @@ def test_every_name_builds_a_model_of_the_same_size_that_reads_and_has_a_state(n
         assert 0 < long < 3_000_000
     if name in ("lmm", "mamba2", *PRESETS):
         assert short == long
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_name_has_the_size_in_its_best_shape(name: str) -> None:
+    config = config_for(name, "1.5m")
+    assert abs(count_parameters(config) / 1_500_000 - 1) < 0.05
+    assert best(name, "1.5m").rate > 0
+    for field, value in best(name, "1.5m").shape.items():
+        assert getattr(config, field) == value
+
+
+def test_a_best_shape_is_one_choice_that_a_given_field_undoes() -> None:
+    shape = best("lmm", "1.5m").shape
+    assert shape and best("deltanet", "1.5m") == best("gated-deltanet", "1.5m")
+    plain = config_for("lmm", "1.5m", memory_depth=4)
+    assert plain.hidden_size == SIZES["1.5m"].hidden_size and plain.num_hidden_layers == SIZES["1.5m"].plain_layers
+    assert config_for("lmm", "1.5m", memory_conv_kernel=2).hidden_size == shape["hidden_size"]
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ def evaluate(
         str | None,
         typer.Option(
             help="Tamper with the memory: no-writes, reset (at the question) or swap; or search instead of it: bm25. "
-            "Several with commas between them, none for the memory as it is, share the reading."
+            "Several with commas between them, 'none' for the memory as it is; none, reset and swap share a reading."
         ),
     ] = None,
     field: Annotated[

@@ -107,7 +107,7 @@ def lm(
     length: Length = 256,
     batch_tokens: Annotated[int, typer.Option(help="Tokens per batch.")] = 1024,
     learning_rate: Annotated[
-        float | None, typer.Option(help="Learning rate of every model. Default: of each the best that is known.")
+        float | None, typer.Option(help="Learning rate of every model. Default: the best known for each.")
     ] = None,
     rate: Annotated[list[str], typer.Option(help="Learning rate of one model, NAME=RATE. May be repeated.")] = [],  # noqa: B006
     field: Fields = [],  # noqa: B006

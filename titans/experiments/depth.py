@@ -16,6 +16,8 @@ from titans.report.page import Section, Table, show
 from titans.report.progress import Progress, silent
 from titans.report.results import result_sections
 
+# At any depth up to 4 there is room for feed-forward layers.
+SHAPE = {"num_hidden_layers": 3, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64}
 LIMIT = 65536  # tokens of the validation text that it is tested on
 
 
@@ -38,7 +40,9 @@ def run_depth(
     """
     if not depths or min(depths) < 1:
         raise ValueError(f"depths is {list(depths)}; expected one or more numbers of at least 1")
-    rows: dict[str, dict[str, Any]] = {f"depth {depth}": {"name": "lmm", "memory_depth": depth} for depth in depths}
+    rows: dict[str, dict[str, Any]] = {
+        f"depth {depth}": {"name": "lmm", "memory_depth": depth, **SHAPE} for depth in depths
+    }
     settings = {"data": language.data, "context": "sliding", "length": read, "limit": limit}
     tests = (Evaluation(("perplexity",), settings),)
     language = replace(language, models=tuple(rows), rows=rows, out=str(out), tests=tests).judged_at_the_end()

@@ -13,7 +13,7 @@ from typing import Any
 from titans.evaluation.measure import Evaluation
 from titans.experiments.runs import Job, check_jobs, require_each_once, run_folder, run_jobs
 from titans.files import METRICS, RESULT
-from titans.models.baselines import NAMES, SIZES, best_rate
+from titans.models.baselines import NAMES, SIZES, best
 from titans.models.configuration import VARIANTS
 from titans.report.outcome import read_figures, write_outcome
 from titans.report.page import Figure, Section, Table, show
@@ -76,8 +76,8 @@ class LMExperiment:
     rates: dict[str, float] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     tests: tuple[Evaluation, ...] = ()
-    evaluations: int = 8
-    eval_tokens: int = 50_000
+    evaluations: int = 4
+    eval_tokens: int = 16_384
     final_eval_tokens: int | None = None
     device: str = "auto"
     at_a_time: int = 2
@@ -117,7 +117,7 @@ class LMExperiment:
         described = {"name": model, "size": self.size} | self.rows.get(model, {})
         rate = self.learning_rate
         if rate is None:
-            rate = best_rate(described["name"], described["size"])
+            rate = best(described["name"], described["size"]).rate
         own = f"{model}."
         settings = {name.removeprefix(own): value for name, value in self.fields.items() if name.startswith(own)}
         if described["name"] in VARIANTS:  # a preset has a rule of its own

@@ -19,7 +19,8 @@ Found = dict[str, Any]  # a row of the report: model, shape, learning_rate, para
 
 RATES = (2e-3, 4e-3, 8e-3)
 SIZE = "1.5m"  # of all candidates
-# Layers, width and heads. An earlier search had narrower and deeper ones beside these, all of them worse (docs/log.md).
+# Layers, width and heads. Narrower and deeper ones were worse in an earlier search, of LMM, Gated DeltaNet, MAC and MAG
+# (docs/log.md).
 _LINEAR: Sequence[Shape] = (  # of models with a linear memory
     {"num_hidden_layers": 4, "hidden_size": 160, "memory_heads": 4, "memory_head_dim": 80},
     {"num_hidden_layers": 4, "hidden_size": 160, "memory_heads": 2, "memory_head_dim": 128},
@@ -110,8 +111,8 @@ def run_shapes(
     others = ", ".join(f"{rate:g}" for rate in rates if rate != middle)
     about = (
         f"Validation loss, size {language.size}, after {language.tokens:,} training tokens: all shapes at a learning "
-        f"rate of {middle:g}, each model's best at {others}. The feed-forward layers (Mamba2: the layers, then the "
-        "state) are what the number of parameters allows."
+        f"rate of {middle:g}, each model's best at {others}. The feed-forward layers are as wide as the number of "
+        "parameters allows; Mamba2 gets as many layers, then as large a state."
     )
     sections = [Section("What was tried", [about], [shapes_table(report)])]
     write_outcome(report, "Shapes and learning rates", sections, Path(language.out))

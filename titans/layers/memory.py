@@ -604,8 +604,9 @@ class NeuralMemory(nn.Module):
             raw = self.gate_bias.to(dtype)[:, None, :, None].expand(-1, x.shape[0], -1, x.shape[1])
         gate = {} if raw is None else dict(zip(self.gate_names, torch.sigmoid(raw).unbind(0), strict=True))
         if self.gate_cutoff:
-            for name in gate.keys() & set(CLOSING):
-                gate[name] = torch.relu((gate[name] - self.gate_cutoff) / (1 - self.gate_cutoff))
+            for name in CLOSING:
+                if name in gate:
+                    gate[name] = ((gate[name] - self.gate_cutoff) / (1 - self.gate_cutoff)).clamp(0, 1)
         shape = (x.shape[0], self.heads, x.shape[1])
         eta = ETA_MAX * gate["eta"] if self.momentum else None
         if self.fixed_theta is None:

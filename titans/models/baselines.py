@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -54,13 +54,37 @@ SIZES = {
     "400m": Size(400_000_000, 1024, 16, 8, 20, 26),
     "760m": Size(760_000_000, 1536, 16, 12, 17, 22),
 }
-# What `titans experiment shapes` found to be the best of each model at a size (docs/results/shapes.md). At other sizes
-# no search was made: there all models have the width and the heads of their size.
-SHAPES: dict[str, dict[str, dict[str, Any]]] = {
-    "1.5m": {},
+RATE = 4e-3  # the learning rate of small models for which none was searched
+
+
+@dataclass(frozen=True)
+class Best:
+    """The best of what was tried for a model at a size.
+
+    Attributes:
+        shape: fields of its config.
+        rate: the learning rate in that shape.
+    """
+
+    shape: dict[str, Any] = field(default_factory=dict)
+    rate: float = RATE
+
+
+_LINEAR: dict[str, Any] = {"hidden_size": 192, "memory_depth": 1, "memory_heads": 4, "memory_head_dim": 80}
+# What `titans experiment shapes` found (docs/results/shapes.md). At other sizes no search was made: there all models
+# have the width and the heads of their size.
+BEST: dict[str, dict[str, Best]] = {
+    "1.5m": {
+        "lmm": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3),
+        "mac": Best(_LINEAR | {"num_hidden_layers": 2}),
+        "mag": Best(_LINEAR | {"num_hidden_layers": 2}, 8e-3),
+        "mal": Best(_LINEAR | {"num_hidden_layers": 3, "hidden_size": 160}),
+        "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3),
+        "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}, 8e-3),
+        "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}),
+        "transformer++": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 8}),
+    },
 }
-RATE = 4e-3  # the learning rate of small models for which no other was found to be better
-RATES: dict[str, dict[str, float]] = {"1.5m": {}}
 OTHERS: dict[str, type[PreTrainedConfig]] = {
     "sliding-window": TitansConfig,
     "transformer++": LlamaConfig,
@@ -87,21 +111,18 @@ def own_fields(name: str, given: dict[str, Any], memory_heads: int) -> dict[str,
     return {"variant": name} | given
 
 
-def best_shape(name: str, size: str) -> dict[str, Any]:
-    """The fields of the best shape that was found for a model; presets have that of Gated DeltaNet, their kin."""
-    shapes = SHAPES.get(size, {})
-    return shapes.get(name, shapes.get("gated-deltanet", {}) if name in PRESETS else {})
-
-
-def best_rate(name: str, size: str) -> float:
-    """The learning rate that was found to be the best for a model of a size in that shape."""
-    return RATES.get(size, {}).get(name, RATE)
+def best(name: str, size: str) -> Best:
+    """The best that is known for a model; linear presets have the shape and the rate of Gated DeltaNet, their kin."""
+    found = BEST.get(size, {})
+    kin = "gated-deltanet" if PRESETS.get(name, {}).get("memory_depth") == 1 and not name.startswith("ttt") else name
+    return found.get(name, found.get(kin, Best()))
 
 
 def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     """The description of the model ``name`` (one of ``NAMES``) at ``size`` (one of ``SIZES``).
 
-    ``overrides`` are fields of its config; the width of the feed-forward layers then follows, unless it is among them.
+    It has the :func:`best` shape that is known. ``overrides`` are fields of its config, in place of that shape if they
+    change it; the width of the feed-forward layers then follows, unless it is among them.
     A ``ValueError`` says so where no width meets the size.
     """
     if name not in NAMES:
@@ -109,7 +130,9 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     if size not in SIZES:
         raise ValueError(f"size is {size!r}; expected one of {', '.join(SIZES)}")
     own = SIZES[size]
-    overrides = best_shape(name, size) | overrides
+    shape = best(name, size).shape
+    if all(overrides.get(each, value) == value for each, value in shape.items()):  # a shape is one choice
+        overrides = shape | overrides
     common: dict[str, Any] = {
         "vocab_size": own.vocab_size,
         "hidden_size": own.hidden_size,

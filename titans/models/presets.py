@@ -16,6 +16,7 @@ _COMMON: dict[str, Any] = {
     "memory_momentum": False,
     "memory_forget_to": "zero",
     "memory_bounded": False,
+    "memory_gate_cutoff": 0.0,
 }
 _ADDITIVE = _COMMON | {  # M_t = decay_t M_{t-1} + v_t k_t^T
     "memory_mode": "chunked",

@@ -73,8 +73,8 @@ class StoryTask(Task):
         data: a folder with bAbI files such as qa1_single-supporting-fact_train.txt; None: stories of our own, which
             exist for qa1 and qa2.
         task: qa1 to qa5.
-        also: tasks whose questions training asks as well, of the same stories: qa1 in those of qa2, since where a thing
-            is follows from where people are.
+        also: ("qa1",) with qa2: training asks the same stories about people as well, since where a thing is follows
+            from where people are.
     """
 
     data: str | None = None
@@ -84,11 +84,8 @@ class StoryTask(Task):
     def __post_init__(self) -> None:
         if self.task not in ANSWERS:
             raise ValueError(f"task is {self.task!r}; expected one of {', '.join(ANSWERS)}")
-        for other in self.also:
-            if other not in KINDS or other == self.task:
-                raise ValueError(
-                    f"also has {other!r}; expected another of {', '.join(KINDS)} than the task, {self.task}"
-                )
+        if self.also not in ((), ("qa1",)) or (self.also and self.task != "qa2"):
+            raise ValueError(f"also is {self.also!r} and task is {self.task!r}; expected ('qa1',) with qa2, or nothing")
         if self.data is None and self.task not in KINDS:
             raise ValueError(f"task is {self.task!r} without data; expected a folder of bAbI files, or one of qa1, qa2")
         if self.data is not None and not _files(self.data, self.task, "*"):

@@ -1,4 +1,4 @@
-"""A phone book: names with numbers or words, and those asked for in another order."""
+"""A phone book: names with numbers or words, and each value asked for in another order."""
 
 from __future__ import annotations
 

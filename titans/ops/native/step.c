@@ -18,7 +18,7 @@ typedef struct {
     int dim, heads, width, depth, reach, activation, bias, residual, squared, bounded;
     int chunk, period, position; /* chunk 1: the exact rule; period 0: no guard, and no position */
     int gates, theta_row, alpha_row, eta_row; /* how many are learned, and which is which; -1: not learned */
-    double max_norm, limit, unit_eps, value_eps, theta, cutoff, eta_max; /* a negative eps: no norm; max_norm, limit 0: none */
+    double max_norm, limit, unit_eps, value_eps, theta, cutoff, eta_max; /* a negative eps: no norm; 0: no such limit */
     const int *outs, *ins;
     Norm before, after;
     const REAL *to_qkv, *kernel, *to_gates, *gate_bias, *alpha, *to_gate, *to_out;
