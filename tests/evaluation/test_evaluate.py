@@ -125,6 +125,17 @@ def test_a_setting_that_older_results_do_not_have_was_at_its_default(saved: Path
     assert lengths(evaluate(str(saved), asked(settings={"lengths": [24, 32]}), tmp_path)) == [24, 32]
 
 
+def test_a_task_in_a_file_of_its_own_goes_on_where_it_was(saved: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from dataclasses import dataclass\nfrom titans.tasks.recall import Recall\n\n\n"
+        "@dataclass(frozen=True)\nclass Mine(Recall):\n    name = 'mine'\n"
+    )
+    for each in ([24], [24, 32]):
+        result = evaluate(str(saved), asked(tasks=(str(file),), settings={"lengths": each}), tmp_path / "out")
+    assert [cell["group"]["length"] for cell in result["tasks"]["mine"]["cells"]] == [24, 32]
+
+
 def test_overwriting_a_task_leaves_the_others(saved: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     evaluate(str(saved), asked(tasks=("reassigned",), settings={}), out)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from titans.evaluation.kinds import find_kind, make_measures
+from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Cell, Cells, Evaluation, Measure
 from titans.files import EVAL, EVAL_FOLDER, RUN, locked, read_yaml, write_atomically
 from titans.models.loading import bytes_for, load_model, peak_memory, read_config
@@ -169,10 +169,10 @@ def _merge(old: Entry | None, cells: Sequence[Cell], measure: Measure, evaluatio
     if old is not None:
         for name in ("samples", "seed", "axes"):
             _require_same(where, name, old[name], entry[name])
-        settings, kind = entry["settings"], find_kind(measure.name)
+        settings, defaults = entry["settings"], measure.defaults()
         for name in {**old["settings"], **settings}:
             # a setting that the task did not have yet was at what is its default now
-            then, now = old["settings"].get(name, _plain(kind.settings.get(name))), settings.get(name)
+            then, now = old["settings"].get(name, _plain(defaults.get(name))), settings.get(name)
             if _is_axis(name, entry["axes"]) and isinstance(then, list) and isinstance(now, list):
                 settings[name] = [*then, *(value for value in now if value not in then)]
             else:

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from titans.evaluation.measure import Cell, Cells, Evaluation, changed_settings, refuse_controls
+from titans.evaluation.measure import Cell, Cells, Evaluation, changed_settings, default_settings, refuse_controls
 from titans.report.statistics import bootstrap
 from titans.tasks import Group
 from titans.tasks.commonsense import CHOICES, Row, find_files, read_file, read_local
@@ -84,6 +84,10 @@ class LmEval:
             "counted": "examples",
             "settings": changed_settings(self),
         }
+
+    def defaults(self) -> dict[str, Any]:
+        """Those of its fields."""
+        return default_settings(self)
 
     def groups(self) -> list[dict[str, Any]]:
         """Everything that the name stands for, at once."""

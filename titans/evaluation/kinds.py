@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from titans.evaluation.harness import PREFIX, LmEval
 from titans.evaluation.harness import TASKS as COMMON_SENSE
 from titans.evaluation.language import Perplexity
-from titans.evaluation.measure import Cell, Cells, Evaluation, Measure
+from titans.evaluation.measure import Cell, Cells, Evaluation, Measure, default_settings
 from titans.evaluation.retrieval import choose_count, keep_sentences, rank_sentences
 from titans.report.statistics import bootstrap
 from titans.tasks import Example, Group, Task, deal_settings, example, find_task, known_tasks, make_task, settings_of
@@ -58,6 +58,10 @@ class TaskMeasure:
             "counted": "sequences",
             "settings": json.loads(json.dumps(task.settings())),
         }
+
+    def defaults(self) -> dict[str, Any]:
+        """Those of the task."""
+        return default_settings(self.task)
 
     def groups(self) -> list[dict[str, Any]]:
         """The groups of the task, such as one per length."""

@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from titans.evaluation.measure import PIECE, Cell, Cells, Evaluation, changed_settings, refuse_controls
+from titans.evaluation.measure import (
+    PIECE,
+    Cell,
+    Cells,
+    Evaluation,
+    changed_settings,
+    default_settings,
+    refuse_controls,
+)
 from titans.models.text import encode_blocks, opening, read_text
 from titans.report.statistics import bootstrap
 from titans.tasks import Group
@@ -102,6 +110,10 @@ class Perplexity:
             "counted": "tokens",
             "settings": changed_settings(self),
         }
+
+    def defaults(self) -> dict[str, Any]:
+        """Those of its fields."""
+        return default_settings(self)
 
     def groups(self) -> list[dict[str, Any]]:
         """All positions at once."""

@@ -76,6 +76,9 @@ class Measure(Protocol):
     def describe(self, cells: Sequence[Cell]) -> dict[str, Any]:
         """Title, source, metric, unit, better, chance, axes, counted and settings; they may depend on the cells."""
 
+    def defaults(self) -> dict[str, Any]:
+        """What its settings are where nobody has given them."""
+
     def groups(self) -> list[dict[str, Any]]:
         """What is measured at once, in order; a cell belongs to a group if it has all of the group's values."""
 
@@ -98,13 +101,15 @@ class Measure(Protocol):
         """
 
 
+def default_settings(measure: Any) -> dict[str, Any]:
+    """The defaults of the settings of a measure or task, a dataclass, that have one."""
+    return {each.name: each.default for each in fields(measure) if each.default is not MISSING}
+
+
 def changed_settings(measure: Any) -> dict[str, Any]:
     """The settings of a measure, a dataclass, that differ from their defaults."""
-    return {
-        each.name: value
-        for each in fields(measure)
-        if each.default is not MISSING and (value := getattr(measure, each.name)) != each.default
-    }
+    defaults = default_settings(measure)
+    return {name: value for name, default in defaults.items() if (value := getattr(measure, name)) != default}
 
 
 def refuse_controls(name: str, evaluation: Evaluation) -> None:
