@@ -142,18 +142,17 @@ def _known(settings: Mapping[str, Any], tasks: Sequence[str]) -> dict[str, Any]:
 def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """What depends on the task: stories whose questions follow from rules can be asked more than their files do."""
     task = str(settings.get("task", "qa1"))
-    train, model, models, about = dict(recipe["train"]), dict(recipe["model"]), dict(recipe["models"]), recipe["about"]
+    train, model, models = dict(recipe["train"]), dict(recipe["model"]), dict(recipe["models"])
     if task in KINDS:
         train |= {"data": f"{train['data']},babi", "shortest": 128}
         train["task"] = {"questions": len(KINDS[task].asked), "babi.longest": 256}
     if task == "qa2":  # where a thing is follows from where people are, which is learned first, and takes a third layer
         model["num_hidden_layers"] = 3
         models["mamba2"] = models["mamba2"] | {"num_hidden_layers": 6}  # of about as many parameters
-        about = about.replace("two layers", "three layers")
         train["steps"] *= 2
         train["task"] |= {"also": ["qa1"], "questions": len(KINDS[task].asked) + len(KINDS["qa1"].asked)}
     name, title = f"babilong-{task}", f"{recipe['title']} {task}"
-    return recipe | {"name": name, "title": title, "about": about, "model": model, "models": models, "train": train}
+    return recipe | {"name": name, "title": title, "model": model, "models": models, "train": train}
 
 
 HOOKS = {"babilong": _babilong}
