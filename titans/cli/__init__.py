@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from titans.cli import (
+    adapt,
     bench,
     chat,
     demo,
@@ -35,6 +36,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(adapt.app, name="adapt")
 app.add_typer(bench.app, name="bench")
 app.add_typer(experiment.app, name="experiment")
 app.add_typer(forecast.app, name="forecast")

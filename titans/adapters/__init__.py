@@ -1,0 +1,1 @@
+"""A memory for a causal model that somebody else trained: a window of attention, and a memory of what left it."""

@@ -1,0 +1,137 @@
+"""What an adapted model remembers, with its memory as it is, reset, swapped and off, beside full attention."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from titans.adapters.fit import LANGUAGE, draw
+from titans.adapters.model import AdaptedCache, AdaptedModel
+from titans.adapters.states import window_of
+from titans.report.progress import Progress, silent
+from titans.report.statistics import wilson
+from titans.tasks import Example, Group, Task
+
+MODES = ("memory", "reset", "swapped", "window", "full")
+FULL = 1 << 30  # a window that no text fills
+
+
+@dataclass
+class Exact:
+    """How many answers were given word for word, of how many, by mode.
+
+    Attributes:
+        hits: by mode, one per question.
+    """
+
+    hits: dict[str, list[bool]] = field(default_factory=dict)
+
+    def add(self, mode: str, hit: bool) -> None:
+        """Counts an answer."""
+        self.hits.setdefault(mode, []).append(hit)
+
+    def figures(self) -> dict[str, Any]:
+        """Share, interval and count, by mode."""
+        return {
+            mode: {
+                "share": sum(hits) / len(hits),
+                "interval": wilson(sum(hits) / len(hits), len(hits)),
+                "count": len(hits),
+            }
+            for mode, hits in self.hits.items()
+        }
+
+
+@torch.no_grad()
+def ask(
+    model: AdaptedModel,
+    tokenizer: Any,
+    task: Task,
+    group: Group,
+    samples: int,
+    modes: Sequence[str] = MODES,
+    split: str = "test",
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Exact:
+    """Asks questions and writes the answers, always with the likeliest token.
+
+    Args:
+        modes: ``memory``; ``reset``: the memory is emptied before the question; ``swapped``: it is another text's;
+            ``window``: it is off; ``full``: off, with attention over all of the text.
+    """
+    found, other = Exact(), None
+    for number in range(samples):
+        progress(number, samples, task.name)
+        example = task.draw(
+            random.Random(f"{seed} {task.name} {sorted(group.items())} {number}"), group, split, tokenizer
+        )
+        before = model(_ids(model, example.tokens[: example.boundary]), logits_to_keep=1).past_key_values
+        for mode in modes:
+            if mode == "full":
+                with window_of(model, FULL):
+                    cache = model(_ids(model, example.tokens[: example.boundary]), use_memory=False).past_key_values
+                    found.add(mode, _answers(model, cache, example, use_memory=False))
+                continue
+            cache = before.copy()
+            if mode == "reset":
+                cache.memories = [None] * len(cache.memories)
+            elif mode == "swapped":
+                if other is None:  # of a text that is not asked about
+                    another = task.draw(random.Random(f"{seed} {task.name} other"), group, split, tokenizer)
+                    read = model(_ids(model, another.tokens[: another.boundary]), logits_to_keep=1)
+                    other = read.past_key_values.memories
+                cache.memories = list(other)
+            found.add(mode, _answers(model, cache, example, use_memory=mode != "window"))
+        other = before.memories
+    progress(samples, samples, task.name)
+    return found
+
+
+def _answers(model: AdaptedModel, cache: AdaptedCache, example: Example, use_memory: bool) -> bool:
+    """Whether what the model writes after the first question is its answer, token for token."""
+    answer = example.answers[0]
+    given = _ids(model, example.tokens[example.boundary : answer.place])
+    for wanted in answer.wanted:
+        output = model(given, past_key_values=cache, use_cache=True, logits_to_keep=1, use_memory=use_memory)
+        written = int(output.logits[0, -1].argmax())
+        if written != wanted:
+            return False
+        given = _ids(model, [written])
+    return True
+
+
+@torch.no_grad()
+def language(
+    model: AdaptedModel,
+    tokenizer: Any,
+    texts: str | None,
+    length: int,
+    samples: int,
+    split: str = "test",
+    seed: int = 0,
+    modes: Sequence[str] = ("memory", "window", "full"),
+    progress: Progress = silent,
+) -> dict[str, list[float]]:
+    """Nats per token beyond the window, of each text, by mode."""
+    losses: dict[str, list[float]] = {mode: [] for mode in modes}
+    for number in range(samples):
+        progress(number, samples, LANGUAGE)
+        ids, _ = draw(LANGUAGE, {}, texts, tokenizer, length, split, f"{seed} {number}")
+        tokens = _ids(model, ids)
+        begin = min(model.window, length // 2)
+        for mode in modes:
+            with window_of(model, FULL if mode == "full" else model.window):
+                logits = model(tokens, use_memory=mode == "memory", logits_to_keep=length - begin).logits[0]
+            losses[mode].append(float(F.cross_entropy(logits[:-1].float(), tokens[0, begin + 1 :])))
+    progress(samples, samples, LANGUAGE)
+    return losses
+
+
+def _ids(model: AdaptedModel, tokens: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([list(tokens)], device=model.device)

@@ -1,0 +1,330 @@
+"""A causal model of transformers, frozen, with a window of attention and memories of what left it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from titans.adapters.memory import TapMemory
+from titans.adapters.window import NAME, View, WindowCache, decoder_of, see
+from titans.ops import MemoryState
+
+BLOCK = 512  # tokens that are read at a time
+DEFAULTS: dict[str, Any] = {"depth": 1, "momentum": False, "conv_kernel": 2}  # of a memory
+
+
+@dataclass
+class Call:
+    """What the layers of the model tell each other during one call: it goes through them as the argument ``view``.
+
+    Attributes:
+        view: of the queries.
+        mask: (batch, time) bool, False for padding; None: there is none.
+        states: of each memory, before and after the call.
+        taps: the hidden states that were tapped, by number.
+        use_memory: False: the memories are neither asked nor told.
+    """
+
+    view: View
+    mask: Tensor | None
+    states: list[MemoryState | None]
+    use_memory: bool = True
+    taps: dict[int, Tensor] = field(default_factory=dict)
+
+
+class AdaptedCache(WindowCache):
+    """A window of keys and values, and the state of every memory.
+
+    Attributes:
+        memories: None before the first token.
+    """
+
+    def __init__(self, layers: int, window: int, sinks: int, memories: int) -> None:
+        super().__init__(layers, window, sinks)
+        self.memories: list[MemoryState | None] = [None] * memories
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Applies a function to every tensor, sequences first."""
+        super().map(function)
+        self.memories = [None if state is None else state.map(function) for state in self.memories]
+
+    def copy(self) -> AdaptedCache:
+        """Another cache with the same contents: a call replaces tensors and never changes one."""
+        other = copy.copy(self)
+        other.layers = [copy.copy(layer) for layer in self.layers]
+        other.memories = list(self.memories)
+        return other
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> AdaptedCache:
+        return self.copy()
+
+    def reset(self) -> None:
+        """Back to the start of a sequence."""
+        super().reset()
+        self.memories = [None] * len(self.memories)
+
+    @property
+    def nbytes(self) -> int:
+        """What the cache weighs."""
+        weight = 0
+
+        def count(x: Tensor) -> Tensor:
+            nonlocal weight
+            weight += x.nbytes
+            return x
+
+        self.map(count)
+        return weight
+
+
+class AdaptedModel(PreTrainedModel, GenerationMixin):
+    """A frozen causal model with a window of attention, and memories. Made by :func:`adapt`.
+
+    Attributes:
+        backbone: the model, which this one owns now: its attention is the window's.
+        memories: what was added, and can be trained.
+        window, sinks, taps, inject: see :func:`adapt`.
+    """
+
+    _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
+
+    def __init__(
+        self,
+        backbone: PreTrainedModel,
+        window: int,
+        sinks: int,
+        taps: Sequence[Sequence[int]],
+        inject: Sequence[int],
+        settings: Mapping[str, Any],
+    ) -> None:
+        decoder = decoder_of(backbone)
+        if backbone.config._attn_implementation == NAME:
+            raise ValueError("model has a window already; expected one that was not adapted before")
+        count, own = len(decoder.layers), getattr(backbone.config, "sliding_window", None)
+        if sinks < 0:
+            raise ValueError(f"sinks is {sinks}; expected a whole number of at least 0")
+        if window <= sinks:
+            raise ValueError(f"window is {window} and sinks is {sinks}; expected a window above the sinks")
+        if own is not None and getattr(backbone.config, "use_sliding_window", True) and window > own:
+            raise ValueError(f"window is {window}; expected at most {own}, the window of the model itself")
+        for each, where in zip(taps, inject, strict=True):
+            if not 1 <= where <= count:
+                raise ValueError(f"inject is {where}; expected a layer from 1 to {count}")
+            if not each or not all(0 <= tap < where for tap in each):
+                raise ValueError(
+                    f"taps is {list(each)}; expected numbers from 0, the embedding, to {where - 1}, below inject"
+                )
+        backbone.set_attn_implementation(NAME)
+        super().__init__(backbone.config)
+        self.backbone = backbone.requires_grad_(False)
+        self.window, self.sinks = window, sinks
+        self.taps, self.inject = [list(each) for each in taps], list(inject)
+        self.settings = dict(DEFAULTS) | dict(settings)
+        size = backbone.config.hidden_size
+        self.memories = nn.ModuleList(TapMemory(len(each), size, **self.settings) for each in taps)
+        self.generation_config = backbone.generation_config
+        self._decoder = [decoder]  # not a module of its own
+        self._hooks: list[Any] = []
+        self.watch()
+
+    def watch(self) -> None:
+        """Listens to the layers of ``taps`` and speaks at those of ``inject``, which may have changed."""
+        for hook in self._hooks:
+            hook.remove()
+        layers = self.decoder.layers
+        self._hooks = [
+            layers[tap].register_forward_pre_hook(_Tap(tap), with_kwargs=True)
+            for tap in sorted({tap for each in self.taps for tap in each})
+        ]
+        for where in sorted(set(self.inject)):
+            self._hooks.append(layers[where - 1].register_forward_hook(_Inject(self, where), with_kwargs=True))
+
+    @property
+    def decoder(self) -> Any:
+        """The part of the backbone that has the layers."""
+        return self._decoder[0]
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+    def get_input_embeddings(self) -> nn.Module:
+        """Of the backbone."""
+        return self.backbone.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Module:
+        """Of the backbone."""
+        return self.backbone.get_output_embeddings()
+
+    def train(self, mode: bool = True) -> AdaptedModel:
+        """Sets the memories; the backbone is frozen, and stays in evaluation."""
+        super().train(mode)
+        self.backbone.eval()
+        return self
+
+    def new_cache(self) -> AdaptedCache:
+        """The cache of a sequence that begins."""
+        return AdaptedCache(len(self.decoder.layers), self.window, self.sinks, len(self.memories))
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        past_key_values: AdaptedCache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        use_memory: bool = True,
+        **kwargs: Any,
+    ) -> CausalLMOutputWithPast:
+        """Reads tokens and says what comes next, in blocks: any split of a text gives the same.
+
+        Args:
+            input_ids: (batch, time); or inputs_embeds (batch, time, width).
+            attention_mask: (batch, time), or longer where a cache has seen tokens before; 0 for padding, anywhere.
+            past_key_values: what went before, changed by the call.
+            labels: (batch, time), the tokens themselves; -100 where none is wanted.
+            logits_to_keep: how many logits to return, counted from the end, or which; 0: all of them.
+            use_memory: False: as if there were no memories.
+        """
+        kwargs.pop("position_ids", None)  # follow from the mask
+        given = input_ids if inputs_embeds is None else inputs_embeds
+        if given is None or (input_ids is not None and inputs_embeds is not None):
+            raise ValueError("expected either input_ids or inputs_embeds, and not both")
+        cache = self.new_cache() if past_key_values is None else past_key_values
+        if not isinstance(cache, AdaptedCache):
+            raise ValueError(f"past_key_values is a {type(cache).__name__}; expected the cache of an adapted model")
+        batch, time = given.shape[:2]
+        mask = self._mask(attention_mask, batch, time)
+        parts = []
+        for begin in range(0, time, BLOCK):
+            piece = slice(begin, begin + BLOCK)
+            name = "input_ids" if inputs_embeds is None else "inputs_embeds"
+            parts.append(self._read({name: given[:, piece]}, mask[:, piece], cache, use_memory))
+        hidden = torch.cat(parts, dim=1)
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits = self.get_output_embeddings()(hidden[:, kept])
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
+        wants_cache = not self.training if use_cache is None else use_cache
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache if wants_cache else None)
+
+    @staticmethod
+    def _mask(attention_mask: Tensor | None, batch: int, time: int) -> Tensor:
+        if attention_mask is None:
+            return torch.ones(batch, time, dtype=torch.bool)
+        if attention_mask.ndim != 2 or len(attention_mask) != batch or attention_mask.shape[1] < time:
+            raise ValueError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}; expected (batch, time) = {(batch, time)}"
+            )
+        return attention_mask[:, attention_mask.shape[1] - time :].to(torch.bool)
+
+    def _read(self, given: Mapping[str, Tensor], mask: Tensor, cache: AdaptedCache, use_memory: bool) -> Tensor:
+        """One block: the last hidden states (batch, time, width)."""
+        device = self.device
+        new, positions = cache.place(mask.to(device))
+        frequencies = self.decoder.rotary_emb.inv_freq
+        view = see(new, positions, cache.window, cache.sinks, frequencies)
+        full = bool(mask.all())
+        call = Call(view, None if full else mask.to(device), list(cache.memories), use_memory)
+        output = self.decoder(
+            **given,
+            attention_mask=view.mask,
+            position_ids=new.clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            view=call,
+        )
+        cache.cut(new, positions)
+        cache.memories = call.states
+        hidden: Tensor = output.last_hidden_state
+        return hidden
+
+    def remember(self, call: Call, where: int) -> Tensor | None:
+        """What the memories that write at a layer say to the tokens of a call; None: nothing."""
+        total = None
+        for index, memory in enumerate(self.memories):
+            if self.inject[index] != where:
+                continue
+            assert isinstance(memory, TapMemory)
+            x = memory.standardise(torch.stack([call.taps[tap] for tap in self.taps[index]], dim=-2))
+            y, call.states[index] = memory(x, call.states[index], call.mask)
+            total = y if total is None else total + y
+        return total
+
+
+class _Tap:
+    """Notes the states that a layer is given."""
+
+    def __init__(self, tap: int) -> None:
+        self.tap = tap
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        call = kwargs.get("view")
+        if isinstance(call, Call) and call.use_memory:
+            call.taps[self.tap] = args[0] if args else kwargs["hidden_states"]
+
+
+class _Inject:
+    """Adds what the memories say to the states that a layer returns."""
+
+    def __init__(self, model: AdaptedModel, where: int) -> None:
+        self.model, self.where = [model], where  # in a list: the model is not a part of this
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        call = kwargs.get("view")
+        if not isinstance(call, Call) or not call.use_memory:
+            return output
+        y = self.model[0].remember(call, self.where)
+        if y is None:
+            return output
+        if isinstance(output, tuple):
+            return (output[0] + y.to(output[0].dtype), *output[1:])
+        return output + y.to(output.dtype)
+
+
+def adapt(
+    model: PreTrainedModel,
+    taps: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    inject: int | Sequence[int] | None = None,
+    window: int = 256,
+    sinks: int = 4,
+    **memory: Any,
+) -> AdaptedModel:
+    """Gives a causal model of transformers a window of attention, and a memory of what left it.
+
+    The model is taken over: it is frozen, and its attention becomes the window's. The memory starts silent; ``titans
+    adapt calibrate`` and ``titans adapt fit`` teach it.
+
+    Args:
+        model: of a family with standard attention: Llama, Mistral, Qwen, SmolLM.
+        taps: which hidden states the memory reads, 0 for the embedding, i for what layer i returns, counted from 1; one
+            list per memory for several. Default: the embedding and the state after three fifths of the layers.
+        inject: the layer to whose output the memory adds; one per memory. Default: the last.
+        window: how many tokens attention sees, the present one included.
+        sinks: how many of the first tokens it sees besides.
+        memory: settings of :class:`titans.NeuralMemory`.
+    """
+    layers = len(decoder_of(model).layers)
+    several: list[list[int]]
+    if taps is None:
+        several = [[0, max(1, round(0.6 * layers))] if layers > 1 else [0]]
+    elif all(isinstance(tap, int) for tap in taps):
+        several = [list(taps)]  # type: ignore[arg-type]
+    else:
+        several = [list(each) for each in taps]  # type: ignore[arg-type]
+    if inject is None:
+        inject = [layers] * len(several)
+    where = [inject] * len(several) if isinstance(inject, int) else list(inject)
+    if len(where) != len(several):
+        raise ValueError(f"inject has {len(where)} layers and taps are {len(several)}; expected one for each memory")
+    return AdaptedModel(model, window, sinks, several, where, memory)

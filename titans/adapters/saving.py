@@ -1,0 +1,143 @@
+"""Adapters on disk: the memories and their settings, with the model that they belong to by name and fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from titans.adapters.model import AdaptedModel
+from titans.files import NOT_PACKAGED, packaged_model, replacing, write_json
+from titans.models.loading import choose_device, load_model, quiet
+from titans.words import sentence
+
+SETTINGS, WEIGHTS = "adapter.json", "adapter.safetensors"
+FORMAT = "titans.adapter"
+VERSION = 1
+LOCAL = "local"  # the chat model that comes as a package
+SAMPLED = 64  # numbers of each tensor that the fingerprint looks at
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """What tells the weights of a model from those of any other: a digest of some numbers of each tensor."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, weight in sorted(model.state_dict().items()):
+        some = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)][:SAMPLED]
+        found.update(f"{name} {tuple(weight.shape)}".encode())
+        found.update(some.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def load_backbone(name: str, device: torch.device | str = "auto") -> tuple[PreTrainedModel, Any]:
+    """A causal model and its tokenizer.
+
+    Args:
+        name: a folder, the name of a model on the hub, a GGUF file, or ``local`` for SmolLM2-135M, which is a package.
+    """
+    if name == LOCAL or name.endswith(".gguf"):
+        file = packaged_model() if name == LOCAL else Path(name)
+        if file is None:
+            raise ValueError(NOT_PACKAGED)
+        return _load_gguf(file, choose_device(device))
+    model, tokenizer = load_model(name, device)
+    if tokenizer is None:
+        raise ValueError(f"{name} has no tokenizer; expected a model that was saved with one")
+    return model, tokenizer
+
+
+def _load_gguf(file: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
+    if not file.is_file():
+        raise ValueError(f"{file} is not there; expected a GGUF file")
+    try:
+        import gguf  # noqa: F401
+    except ImportError as error:
+        raise ValueError("a GGUF file needs the package gguf: pip install 'titan-memory[adapt]'") from error
+    with quiet():
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+            tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        except Exception as error:  # a damaged file raises whatever its reader raises
+            raise ValueError(f"{file} cannot be loaded: {sentence(error)}") from error
+        # What comes from a GGUF file counts as quantised, and refuses much: its weights go into a fresh model.
+        config = type(loaded.config).from_dict(
+            {name: value for name, value in loaded.config.to_dict().items() if name != "quantization_config"}
+        )
+        model = type(loaded)(config)
+        model.load_state_dict(loaded.state_dict())
+        model.generation_config = loaded.generation_config
+    model.to(device).eval()
+    return model, tokenizer
+
+
+def save_adapter(model: AdaptedModel, folder: str | Path, backbone: str, notes: dict[str, Any] | None = None) -> None:
+    """Writes the memories and their settings.
+
+    Args:
+        backbone: where the model comes from, see :func:`load_backbone`.
+        notes: what else a reader may want to know, such as how it was trained.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / WEIGHTS) as temporary:
+        tensors = {name: x.detach().cpu().contiguous() for name, x in model.memories.state_dict().items()}
+        save_file(tensors, temporary, metadata={"format": FORMAT})
+    write_json(
+        folder / SETTINGS,
+        {
+            "format": FORMAT, "version": VERSION, "backbone": backbone, "fingerprint": fingerprint(model.backbone),
+            "window": model.window, "sinks": model.sinks, "taps": model.taps, "inject": model.inject,
+            "memory": model.settings, "notes": notes or {},
+        },
+    )  # fmt: skip
+
+
+def read_settings(folder: str | Path) -> dict[str, Any]:
+    """What :func:`save_adapter` wrote beside the weights."""
+    path = Path(folder) / SETTINGS
+    if not path.is_file():
+        raise ValueError(f"{path} is not there; expected a folder written by titans adapt")
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {sentence(error)}") from error
+    if not isinstance(settings, dict) or settings.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of an adapter; expected a folder written by titans adapt")
+    if settings.get("version") != VERSION:
+        raise ValueError(f"{path} has version {settings.get('version')}; expected {VERSION}")
+    return settings
+
+
+def load_adapter(
+    folder: str | Path, model: PreTrainedModel | None = None, device: torch.device | str = "auto"
+) -> tuple[AdaptedModel, Any]:
+    """An adapted model and its tokenizer, None if ``model`` was given.
+
+    Args:
+        folder: written by :func:`save_adapter`.
+        model: the one that the adapter belongs to; None: it is loaded from where it was.
+    """
+    settings = read_settings(folder)
+    tokenizer = None
+    if model is None:
+        model, tokenizer = load_backbone(settings["backbone"], device)
+    if fingerprint(model) != settings["fingerprint"]:
+        raise ValueError(
+            f"the adapter in {folder} belongs to other weights than those of this model; expected "
+            f"{settings['backbone']} as it was"
+        )
+    try:
+        made = AdaptedModel(
+            model, settings["window"], settings["sinks"], settings["taps"], settings["inject"], settings["memory"]
+        )
+        weights = load_file(Path(folder) / WEIGHTS)
+        made.memories.load_state_dict(weights)
+    except (SafetensorError, OSError, KeyError, TypeError, RuntimeError) as error:
+        raise ValueError(f"the adapter in {folder} is damaged: {sentence(error)}") from error
+    made.memories.to(model.device)
+    return made.eval(), tokenizer
