@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from titans._register import register_when_transformers_is_loaded
 
 if TYPE_CHECKING:
+    from titans.adapters import adapt
     from titans.layers import NeuralMemory
     from titans.models import (
         TitansCache,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOME = {
+    "adapt": "titans.adapters",
     "MemoryState": "titans.ops",
     "NeuralMemory": "titans.layers",
     "TitansCache": "titans.models",
@@ -42,6 +44,7 @@ __all__ = [
     "TitansModel",
     "TitansPredictionConfig",
     "__version__",
+    "adapt",
 ]
 
 register_when_transformers_is_loaded()

@@ -348,7 +348,7 @@ def test_chance_is_one_in_as_many_values_as_there_are() -> None:
         (NeedleNoise, {"needles": 0}, "needles is 0; expected a whole number from 1 to 64"),
         (NeedleEssay, {"digits": 1}, "digits is 1; expected at least 2"),
         (NeedleNoise, {"digits": 0}, "digits is 0; expected at least 2"),
-        (NeedleWord, {"value": "number"}, "value is 'number'; expected uuid or word"),
+        (NeedleWord, {"value": "number"}, "value is 'number'; expected one of uuid, word, name, sentence"),
         (NeedleWord, {"haystack": "nowhere"}, "nowhere has no text; expected a file or a folder with .txt files"),
     ],
 )

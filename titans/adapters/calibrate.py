@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from titans.adapters.memory import TapMemory
 from titans.adapters.model import AdaptedModel
@@ -18,7 +19,7 @@ RIDGE = 0.1  # what whitening adds to every variance, in units of their mean
 VALUE_SIZE = 5.0  # the length of a value before it is squashed into the unit ball
 COMMON = 50  # so many of the most frequent tokens are not asked for: anybody finds them
 ASKED = 256  # tokens of a text that the probe asks for, at most
-SIZES = (0.3, 1.0, 2.0, 4.0, 7.0, 12.0)  # of what a memory says at the start
+SIZES = (0.3, 1.0, 2.0, 4.0, 7.0, 12.0, 20.0, 35.0)  # of what a memory says at the start
 LOST = 0.01  # nats per token that a start may cost: a loud one learns faster
 
 
@@ -128,14 +129,16 @@ def _inputs(memory: TapMemory, taps: Sequence[int], reading: Reading, embedding:
 
 
 def says(model: AdaptedModel, readings: Sequence[Reading], index: int | None = None) -> Tensor:
-    """What the memories, or one of them, say to texts of one length: (texts, time, hidden_size)."""
+    """What the memories, or one of them, say to texts: (texts, longest time, hidden_size)."""
     embedding = next(model.get_input_embeddings().parameters()).float()
     total: Tensor | None = None
     for number, memory in enumerate(model.memories):
         assert isinstance(memory, TapMemory)
         if index is None or number == index:
-            x = torch.stack([_inputs(memory, model.taps[number], reading, embedding) for reading in readings])
-            y = memory(x)[0]
+            each = [_inputs(memory, model.taps[number], reading, embedding) for reading in readings]
+            x = pad_sequence(each, batch_first=True)
+            mask = pad_sequence([torch.ones(len(one), dtype=torch.bool, device=x.device) for one in each], True)
+            y = memory(x, None, None if bool(mask.all()) else mask)[0]
             total = y if total is None else total + y
     assert total is not None
     return total

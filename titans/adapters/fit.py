@@ -232,7 +232,7 @@ def _losses(
     """The loss of the answers, and how much worse than without the memory other tokens are predicted."""
     said = says(model, readings)
     recall, language = [], []
-    for reading, y in zip(readings, said, strict=True):
+    for reading, y in zip(readings, said, strict=True):  # y may be longer
         ids, last = reading.ids.to(y.device), reading.last.to(y.device).float()
         begin, end = min(reading.window, len(ids) // 2), len(ids) - 1
         if reading.answers:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def _load_gguf(file: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
         import gguf  # noqa: F401
     except ImportError as error:
         raise ValueError("a GGUF file needs the package gguf: pip install 'titan-memory[adapt]'") from error
-    with quiet():
+    with quiet(), redirect_stderr(io.StringIO()):  # which has a bar of its own
         try:
             loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
             tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -23,6 +23,7 @@ STATEMENT = " The special magic {kind} for {key} mentioned in the provided text 
 QUESTION = "\nWhat is the special magic {kind} for {key} mentioned in the provided text?" + STATEMENT
 MOST_NEEDLES = 64
 TRIES = 1000  # how often to draw for needles that differ
+VALUES = ("uuid", "word", "name", "sentence")  # of NeedleWord
 FEWEST_DIGITS = 2  # so that every split has some numbers
 
 # fmt: off
@@ -47,6 +48,22 @@ NOUNS = (
     "maple", "marble", "meadow", "mirror", "moon", "mountain", "needle", "nest", "oak", "ocean", "otter", "owl",
     "paddle", "parrot", "pebble", "pencil", "pepper", "piano", "pillow", "planet", "pond", "puzzle", "rabbit", "raven",
     "river", "robin", "saddle", "sail",
+)
+FIRST_NAMES = (
+    "Ada", "Agnes", "Albert", "Alma", "Anton", "Bela", "Bruno", "Clara", "Conrad", "Dora", "Edgar", "Edith", "Elias",
+    "Emil", "Esther", "Felix", "Flora", "Greta", "Gustav", "Hanna", "Hugo", "Ida", "Igor", "Irene", "Jonas", "Judith",
+    "Karl", "Lena", "Leo", "Lydia", "Marta", "Max", "Nadia", "Nora", "Oscar", "Paula", "Ralph", "Rosa", "Sofia",
+    "Viktor",
+)
+LAST_NAMES = (
+    "Abbott", "Archer", "Ashdown", "Barlow", "Birch", "Brandt", "Calder", "Carver", "Dahl", "Draper", "Ekman", "Farrow",
+    "Finch", "Foster", "Garner", "Hale", "Hartman", "Holm", "Ivers", "Keller", "Kimura", "Lang", "Lindqvist", "Marsh",
+    "Mercer", "Moreau", "Nash", "Novak", "Okafor", "Perez", "Quill", "Rossi", "Sander", "Silva", "Thorn", "Ueda",
+    "Vance", "Weaver", "Yates", "Zeller",
+)
+DEEDS = (
+    "carries", "dreams of", "follows", "forgets", "guards", "hears", "hides behind", "laughs at", "paints", "remembers",
+    "repairs", "sings to", "sits on", "sleeps under", "sells", "watches",
 )
 # fmt: on
 
@@ -239,14 +256,15 @@ class NeedleEssay(_Number, _InEssays):
 
 @dataclass(frozen=True)
 class NeedleWord(_InEssays):
-    """A uuid, or a word, in essays.
+    """A uuid, a word, a name or a sentence in essays.
 
     Attributes:
-        value: uuid, or word: an adjective and a noun with a hyphen.
+        value: uuid; word: an adjective and a noun with a hyphen; name: a first and a last name; sentence: one of seven
+            words or so.
     """
 
     name: ClassVar[str] = "needle-word"
-    title: ClassVar[str] = "Uuid or word in essays (S-NIAH-W)"
+    title: ClassVar[str] = "Uuid, word, name or sentence in essays (S-NIAH-W)"
     source: ClassVar[str] = (
         "RULER (arXiv 2404.06654), niah_single_3, with keys of our own words and at depths of choice"
     )
@@ -254,22 +272,35 @@ class NeedleWord(_InEssays):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.value not in ("uuid", "word"):
-            raise ValueError(f"value is {self.value!r}; expected uuid or word")
+        if self.value not in VALUES:
+            raise ValueError(f"value is {self.value!r}; expected one of {', '.join(VALUES)}")
 
     @property
     def kind(self) -> str:
-        """Uuid or word."""
+        """What ``value`` says."""
         return self.value
 
     @property
     def chance(self) -> float:
-        """A guess among all uuids of version 4, or among all words."""
-        return 2.0**-122 if self.value == "uuid" else 1 / (len(ADJECTIVES) * len(NOUNS))
+        """A guess among all uuids of version 4, or all words, names or sentences."""
+        words = len(ADJECTIVES) * len(NOUNS)
+        return {
+            "uuid": 2.0**-122,
+            "word": 1 / words,
+            "name": 1 / (len(FIRST_NAMES) * len(LAST_NAMES)),
+            "sentence": 1 / (words**2 * len(DEEDS)),
+        }[self.value]
 
     def any_value(self, rng: random.Random) -> str:
-        """A uuid or a word."""
-        return str(uuid.UUID(int=rng.getrandbits(128), version=4)) if self.value == "uuid" else draw_name(rng)
+        """A value of the kind."""
+        if self.value == "uuid":
+            return str(uuid.UUID(int=rng.getrandbits(128), version=4))
+        if self.value == "name":
+            return f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+        if self.value == "sentence":
+            who, what = draw_name(rng).replace("-", " "), draw_name(rng).replace("-", " ")
+            return f"the {who} {rng.choice(DEEDS)} the {what}"
+        return draw_name(rng)
 
 
 def check_digits(digits: int) -> None:
