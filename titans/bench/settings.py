@@ -198,6 +198,17 @@ class OverheadBenchmarkSettings(Settings):
 
 
 @dataclass(frozen=True)
+class AdapterBenchmarkSettings(Settings):
+    """Of `titans bench adapter`."""
+
+    model: str = _option("A folder, a GGUF file, local for SmolLM2-135M, or random for a small Llama.", "random")
+    window: int = _option("Tokens that the window has.", 256)
+    sinks: int = _option("First tokens that are seen besides.", 4)
+    lengths: tuple[int, ...] = _option("Tokens of a text, separated by commas.", (1024, 2048, 4096, 8192, 16384))
+    threads: int = _option("CPU threads.", 1)
+
+
+@dataclass(frozen=True)
 class CachingBenchmarkSettings(Settings):
     """Of `titans bench caching`."""
 

@@ -74,6 +74,11 @@ BENCHMARKS = {
         "Measure what memory caching costs, by how many earlier states a memory reads.",
         "What memory caching costs", "CachingBenchmarkSettings", "run_caching_benchmark",
     ),
+    "adapter": Benchmark(
+        "Measure what a window with a memory costs beside full attention, by length.",
+        "A window and a memory beside full attention", "AdapterBenchmarkSettings", "run_adapter_benchmark",
+        ("transformers",), "adapt", resident=True,
+    ),
     "text": Benchmark(
         "Measure a text memory with many records: writes, searches, deletions, and how much its index finds.",
         "A text memory with many records", "TextBenchmarkSettings", "run_text_benchmark",
