@@ -67,7 +67,8 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
 def run_adapter_benchmark(settings: AdapterBenchmarkSettings, progress: Progress = silent) -> dict[str, Any]:
     """Measure the three in turns; returns the report, a dict that is ready for JSON."""
     report = new_report("adapter", settings, settings.threads)
-    rows, total = [], len(settings.lengths) * len(WAYS)
+    rows: list[dict[str, Any]] = []
+    total = len(settings.lengths) * len(WAYS)
     for length in settings.lengths:
         for way in WAYS:
             progress(len(rows), total, f"{way}, {length:,} tokens")
@@ -87,9 +88,7 @@ def sections(report: dict[str, Any]) -> list[Section]:
         for row in report["rows"]
     ]  # fmt: skip
     header = ["tokens", "attention", "read, tokens/s", "write, tokens/s", "peak growth", "state"]
-    words = (
-        "Tokens per CPU second while a text is read and while an answer is written after it; what the process grew by."
-    )
+    words = "Tokens per CPU second while a text is read and while an answer is written; growth of the process."
     return [Section("Cost", [words], [Table(header, rows)]), about(report)]
 
 
