@@ -449,6 +449,25 @@ def test_gates_with_a_cutoff_stay_between_0_and_1(cutoff: float) -> None:
             assert gate is not None and bool((gate == expected).all())
 
 
+def test_a_closed_gate_gets_a_gradient_if_that_would_open_it_and_no_other() -> None:
+    layer = NeuralMemory(DIM, 2, momentum=False, gate_cutoff=0.5)
+    assert layer.to_gates is not None
+    with torch.no_grad():
+        layer.to_gates.weight.zero_()
+        layer.to_gates.bias.fill_(-1.0)  # below the cutoff: closed
+    theta, alpha, _ = layer._gate(torch.randn(1, 3, DIM))
+    assert alpha is not None and bool((theta == 0).all()) and bool((alpha == 0).all())
+    for sign, moves in ((1.0, False), (-1.0, True)):  # a positive gradient would close it further
+        (gradient,) = torch.autograd.grad(sign * (theta.sum() + alpha.sum()), layer.to_gates.bias, retain_graph=True)
+        assert bool((gradient < 0).all()) is moves and bool((gradient == 0).all()) is not moves
+    with torch.no_grad():
+        layer.to_gates.bias.fill_(1.0)
+    theta, _, _ = layer._gate(torch.randn(1, 3, DIM))
+    slope = torch.sigmoid(torch.tensor(1.0)) * torch.sigmoid(torch.tensor(-1.0)) / 0.5
+    (gradient,) = torch.autograd.grad(theta.sum(), layer.to_gates.bias)
+    torch.testing.assert_close(gradient[:2], 3 * slope.expand(2))
+
+
 def test_a_token_whose_gates_are_below_the_cutoff_leaves_the_memory_as_it_was() -> None:
     torch.manual_seed(0)
     layer = NeuralMemory(DIM, 2, momentum=False, gate_cutoff=0.3)

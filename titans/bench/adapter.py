@@ -82,8 +82,8 @@ def sections(report: dict[str, Any]) -> list[Section]:
     """All figures as one table."""
     rows = [
         [
-            f"{row['length']:,}", row["way"], f"{row['read']:,.0f}", f"{row['write']:,.1f}", mebibytes_text(row["peak"]),
-            mebibytes_text(row["state"]),
+            f"{row['length']:,}", row["way"], f"{row['read']:,.0f}", f"{row['write']:,.1f}",
+            mebibytes_text(row["peak"]), mebibytes_text(row["state"]),
         ]
         for row in report["rows"]
     ]  # fmt: skip
