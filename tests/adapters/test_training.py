@@ -209,6 +209,16 @@ def test_an_adapter_says_the_same_in_another_process(tmp_path: Path, saved: Path
     torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=0, atol=1e-5)
 
 
+def test_a_model_that_was_loaded_is_saved_with_its_name(tmp_path: Path, saved: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = adapt(AutoModelForCausalLM.from_pretrained(saved), window=WINDOW).eval()
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        expected = model(some_text(90)[None]).logits
+        torch.testing.assert_close(AdaptedModel.from_pretrained(tmp_path)(some_text(90)[None]).logits, expected)
+
+
 def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
     save_adapter(small(), tmp_path, "somewhere")
     with pytest.raises(ValueError, match="belongs to other weights than those of this model; expected somewhere"):

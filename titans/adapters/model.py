@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,7 +19,8 @@ from titans.adapters.window import NAME, View, WindowCache, decoder_of, see
 from titans.ops import MemoryState
 
 BLOCK = 512  # tokens that are read at a time
-DEFAULTS: dict[str, Any] = {"depth": 1, "momentum": False, "conv_kernel": 2}  # of a memory
+# Of a memory: forgetting a four-hundredth per token, as a memory does at its start, is too much for a long text.
+DEFAULTS: dict[str, Any] = {"depth": 1, "momentum": False, "forgetting": False, "conv_kernel": 2}
 
 
 @dataclass
@@ -150,6 +153,19 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
     def decoder(self) -> Any:
         """The part of the backbone that has the layers."""
         return self._decoder[0]
+
+    def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Writes the memories, with the model by name, see :func:`titans.adapters.save_adapter`."""
+        from titans.adapters.saving import save_adapter  # which knows this class
+
+        save_adapter(self, Path(save_directory), self.config._name_or_path)
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
+        """What :meth:`save_pretrained` wrote; ``model`` if the one it belongs to is at hand."""
+        from titans.adapters.saving import load_adapter
+
+        return load_adapter(pretrained_model_name_or_path, *args, **kwargs)[0]
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

@@ -7,6 +7,7 @@ between them and the window were not there, so that no distance is longer than w
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -248,8 +249,6 @@ def _check_rotation(model: PreTrainedModel, decoder: Any) -> None:
         raise ValueError(
             f"model is {name}, whose rotation changes with the length ({kind}); expected one that does not"
         )
-    import sys
-
     apply = getattr(sys.modules[type(decoder.layers[0].self_attn).__module__], "apply_rotary_pos_emb", None)
     x = torch.randn(1, 1, 1, 2 * len(frequencies), generator=torch.Generator().manual_seed(0)).to(frequencies.device)
     close = False
