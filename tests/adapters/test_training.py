@@ -13,7 +13,7 @@ import torch
 from typer.testing import CliRunner
 
 from titans.adapters.calibrate import probe, says, start, whiten
-from titans.adapters.evaluate import ask, language
+from titans.adapters.evaluate import MODES, ask, language
 from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, fit, record_texts
 from titans.adapters.model import AdaptedModel, adapt
 from titans.adapters.saving import SETTINGS, WEIGHTS, fingerprint, load_adapter, save_adapter
@@ -104,13 +104,7 @@ def test_the_probe_finds_the_layer_whose_states_know_what_comes_next() -> None:
     codes = torch.randn(100, 64)
     knowing = codes[torch.roll(ids, -1)] + 0.1 * torch.randn(400, 64)
     reading = Reading(ids, {1: torch.randn(400, 64), 2: knowing}, torch.zeros(400, 64), window=50)
-    import titans.adapters.calibrate as module
-
-    before, module.COMMON = module.COMMON, 0
-    try:
-        found = probe([reading], 50)
-    finally:
-        module.COMMON = before
+    found = probe([reading], 50)
     assert found[2] > 0.95 > 0.3 > found[1]
 
 
@@ -167,7 +161,7 @@ def test_training_lowers_the_loss_of_answers_and_goes_on_where_it_was_stopped(tm
     other = FitSettings(steps=13, texts=3, lengths=(96,), places=8, seed=1)
     with pytest.raises(ValueError, match="is of a training with other settings"):
         fit(resumed, plans, tmp_path / STATES, other, tmp_path / CHECKPOINT)
-    with pytest.raises(ValueError, match="has states of other texts or another window"):
+    with pytest.raises(ValueError, match="has states of another model, window or text"):
         record_texts(small(taps=[0, 1]), byte_tokenizer(), [task], None, settings, tmp_path / STATES)
 
 
@@ -194,7 +188,8 @@ def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message
 def test_an_adapter_says_the_same_in_another_process(tmp_path: Path, saved: Path) -> None:
     model, ids = small(taps=[0, 2]), some_text(90)
     start(model, [record(model, some_text(150, seed=4), [2])])
-    save_adapter(model, tmp_path, str(saved))
+    model.source = str(saved)
+    save_adapter(model, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [SETTINGS, WEIGHTS]
     program = (
         "import sys, torch; from titans.adapters import load_adapter; "
@@ -220,7 +215,11 @@ def test_a_model_that_was_loaded_is_saved_with_its_name(tmp_path: Path, saved: P
 
 
 def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
-    save_adapter(small(), tmp_path, "somewhere")
+    model = small()
+    with pytest.raises(ValueError, match="source is empty; expected where the model comes from"):
+        save_adapter(model, tmp_path)
+    model.source = "somewhere"
+    save_adapter(model, tmp_path)
     with pytest.raises(ValueError, match="belongs to other weights than those of this model; expected somewhere"):
         load_adapter(tmp_path, backbone(seed=1))
     assert fingerprint(backbone()) == fingerprint(backbone()) != fingerprint(backbone(seed=1))
@@ -228,21 +227,36 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged"):
         load_adapter(tmp_path, backbone())
     settings = json.loads((tmp_path / SETTINGS).read_text())
+    (tmp_path / SETTINGS).write_text(json.dumps({name: settings[name] for name in settings if name != "taps"}))
+    with pytest.raises(ValueError, match="is damaged: it lacks taps"):
+        load_adapter(tmp_path, backbone())
     (tmp_path / SETTINGS).write_text(json.dumps(settings | {"version": 99}))
     with pytest.raises(ValueError, match="has version 99; expected 1"):
         load_adapter(tmp_path, backbone())
 
 
 def test_controls_tamper_with_the_memory_and_nothing_else() -> None:
-    """A model whose answer comes from its memory alone: right with it, and with no other."""
-    model, tokenizer = small(taps=[0, 1], window=WINDOW), byte_tokenizer()
+    tokenizer = byte_tokenizer()
     task = make_task("needle-essay", {"lengths": [520], "depths": [0.2], "digits": 2})
-    found = ask(model, tokenizer, task, {"length": 520, "depth": 0.2}, samples=2)
-    assert set(found.hits) == {"memory", "reset", "swapped", "window", "full"}
-    assert found.figures()["memory"]["count"] == 2
-    losses = language(model, tokenizer, None, 120, 2)
+    group = {"length": 520, "depth": 0.2}
+    silent = small(taps=[0, 1])
+    found = ask(silent, tokenizer, task, group, samples=2)
+    assert {mode: len(hits) for mode, hits in found.items()} == dict.fromkeys(MODES, 2)
+    losses = language(silent, tokenizer, None, 120, 2)
     assert losses["memory"] == pytest.approx(losses["window"]), "a silent memory changes nothing"
     assert losses["full"] != losses["window"]
+
+    seen: dict[str, list[torch.Tensor]] = {}
+    model = small(taps=[0, 1])
+    start(model, [record(model, some_text(200), [1])])
+    for mode in MODES:
+        kept = seen.setdefault(mode, [])
+        hook = model.decoder.norm.register_forward_hook(lambda module, args, out, kept=kept: kept.append(out[0, -1]))
+        ask(model, tokenizer, task, group, samples=1, modes=[mode])
+        hook.remove()
+    answers = {mode: kept[-1] for mode, kept in seen.items()}
+    for one, other in (("memory", "reset"), ("memory", "swapped"), ("reset", "swapped"), ("memory", "window")):
+        assert not torch.allclose(answers[one], answers[other]), (one, other)
 
 
 def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) -> None:
@@ -268,6 +282,16 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         (["fit", str(first), "--out", str(second)], "has an adapter already; expected a new folder"),
         (["calibrate", str(saved), "--out", str(second)], "expected a folder that is new or empty"),
         (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--tap", "9"], "taps is [0, 9]; expected numbers"),
+        (["eval", str(second), "--out", str(tmp_path)], "is a directory, a file name is needed"),
+        (["eval", str(second), "--tasks", "parity"], "tasks has parity, which has tokens of its own"),
+        (
+            ["calibrate", str(saved), "--out", str(tmp_path / "x"), "--field", "heads=0"],
+            "heads is 0; expected a number",
+        ),
+        (
+            ["calibrate", str(saved), "--out", str(tmp_path / "y"), "--length", "64", "--window", "64"],
+            "expected longer",
+        ),
         (["calibrate", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "x")], "is not there; expected a GGUF"),
         (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--window", "3"], "expected a window above the sinks"),
     ):

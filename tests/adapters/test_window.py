@@ -13,6 +13,8 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2LMHeadModel,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -22,6 +24,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -35,6 +39,7 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
 }
 
 
@@ -42,6 +47,8 @@ def small(family: str, layers: int = 3, **fields: Any) -> PreTrainedModel:
     """A model of a family with random weights, the same ones every time, in float64."""
     config, model = FAMILIES[family]
     torch.manual_seed(0)
+    if family == "smollm3":
+        fields = {"no_rope_layers": [1, 0, 1][:layers] if layers > 1 else [0]} | fields  # 0: this one does not rotate
     made = model(
         config(
             vocab_size=VOCABULARY,
@@ -229,6 +236,21 @@ def test_turning_a_query_is_being_elsewhere() -> None:
             {},
             "no standard attention",
         ),
+        (
+            lambda: GraniteForCausalLM(
+                GraniteConfig(
+                    vocab_size=9,
+                    hidden_size=8,
+                    num_hidden_layers=1,
+                    num_attention_heads=2,
+                    num_key_value_heads=2,
+                    intermediate_size=8,
+                    logits_scaling=4.0,
+                )
+            ),
+            {},
+            "which scales its embeddings or its logits",
+        ),
         (lambda: torch.nn.Linear(2, 2), {}, "model is a Linear; expected a causal language model of transformers"),
         (lambda: small("llama"), {"window": 4, "sinks": 4}, "window is 4 and sinks is 4; expected a window above"),
         (lambda: small("llama"), {"sinks": -1}, "sinks is -1; expected a whole number of at least 0"),
@@ -238,7 +260,20 @@ def test_turning_a_query_is_being_elsewhere() -> None:
         (lambda: small("mistral", sliding_window=16), {"window": 32}, "window is 32; expected at most 16"),
         (lambda: adapted().backbone, {}, "model has a window already"),
     ],
-    ids=["gpt2", "t5", "bert", "linear", "window", "sinks", "taps", "tap of inject", "inject", "own window", "twice"],
+    ids=[
+        "gpt2",
+        "t5",
+        "bert",
+        "granite",
+        "linear",
+        "window",
+        "sinks",
+        "taps",
+        "tap of inject",
+        "inject",
+        "own window",
+        "twice",
+    ],
 )
 def test_what_cannot_be_adapted_is_refused_in_one_sentence(model: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -7,7 +7,7 @@ from titans.bench.settings import AdapterBenchmarkSettings
 
 
 def test_the_state_of_a_window_does_not_grow() -> None:
-    report = run_adapter_benchmark(AdapterBenchmarkSettings(window=16, **QUICK))
+    report = run_adapter_benchmark(AdapterBenchmarkSettings(**QUICK))
     rows = {(row["way"], row["length"]): row for row in report["rows"]}
     short, long = QUICK["lengths"]
     assert set(rows) == {(way, length) for way in WAYS for length in (short, long)}

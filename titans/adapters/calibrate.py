@@ -29,7 +29,7 @@ def probe(readings: Sequence[Reading], window: int) -> dict[int, float]:
     Of the tokens that did occur there, and are not among the commonest: by layer, for the layers that were recorded.
     """
     counts = Counter(token for reading in readings for token in reading.ids.tolist())
-    common = {token for token, _ in counts.most_common(COMMON)}
+    common = {token for token, _ in counts.most_common(min(COMMON, len(counts) // 4))}
     hits: dict[int, list[float]] = {layer: [] for layer in readings[0].states}
     for reading in readings:
         ids = reading.ids.tolist()
@@ -51,7 +51,13 @@ def probe(readings: Sequence[Reading], window: int) -> dict[int, float]:
             alike[:, :SKIPPED] = -torch.inf
             found = following[alike.argmax(dim=1)]
             hits[layer] += (found == following[places]).tolist()
-    return {layer: sum(found) / max(1, len(found)) for layer, found in hits.items()}
+    if not any(hits.values()):
+        longest = max(len(reading.ids) for reading in readings)
+        raise ValueError(
+            f"the texts have {longest} tokens, in which nothing comes again beyond the window of {window}; expected "
+            "longer ones, or a tap"
+        )
+    return {layer: sum(found) / len(found) for layer, found in hits.items()}
 
 
 @torch.no_grad()

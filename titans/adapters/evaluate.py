@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,37 +13,9 @@ from titans.adapters.fit import LANGUAGE, draw
 from titans.adapters.model import AdaptedCache, AdaptedModel
 from titans.adapters.states import window_of
 from titans.report.progress import Progress, silent
-from titans.report.statistics import wilson
 from titans.tasks import Example, Group, Task
 
 MODES = ("memory", "reset", "swapped", "window", "full")
-FULL = 1 << 30  # a window that no text fills
-
-
-@dataclass
-class Exact:
-    """How many answers were given word for word, of how many, by mode.
-
-    Attributes:
-        hits: by mode, one per question.
-    """
-
-    hits: dict[str, list[bool]] = field(default_factory=dict)
-
-    def add(self, mode: str, hit: bool) -> None:
-        """Counts an answer."""
-        self.hits.setdefault(mode, []).append(hit)
-
-    def figures(self) -> dict[str, Any]:
-        """Share, interval and count, by mode."""
-        return {
-            mode: {
-                "share": sum(hits) / len(hits),
-                "interval": wilson(sum(hits) / len(hits), len(hits)),
-                "count": len(hits),
-            }
-            for mode, hits in self.hits.items()
-        }
 
 
 @torch.no_grad()
@@ -58,25 +29,29 @@ def ask(
     split: str = "test",
     seed: int = 0,
     progress: Progress = silent,
-) -> Exact:
-    """Asks questions and writes the answers, always with the likeliest token.
+) -> dict[str, list[bool]]:
+    """Asks questions and writes the answers, always with the likeliest token: which were right, word for word, by mode.
 
     Args:
         modes: ``memory``; ``reset``: the memory is emptied before the question; ``swapped``: it is another text's;
             ``window``: it is off; ``full``: off, with attention over all of the text.
     """
-    found, other = Exact(), None
+    found: dict[str, list[bool]] = {mode: [] for mode in modes}
+    other = None
     for number in range(samples):
         progress(number, samples, task.name)
         example = task.draw(
             random.Random(f"{seed} {task.name} {sorted(group.items())} {number}"), group, split, tokenizer
         )
+        if not example.boundary:
+            raise ValueError(f"{task.name} asks without a text before the question; expected a task with one")
         before = model(_ids(model, example.tokens[: example.boundary]), logits_to_keep=1).past_key_values
         for mode in modes:
             if mode == "full":
-                with window_of(model, FULL):
-                    cache = model(_ids(model, example.tokens[: example.boundary]), use_memory=False).past_key_values
-                    found.add(mode, _answers(model, cache, example, use_memory=False))
+                with window_of(model, model.widest):
+                    begun = _ids(model, example.tokens[: example.boundary])
+                    cache = model(begun, use_memory=False, logits_to_keep=1).past_key_values
+                    found[mode].append(_answers(model, cache, example, use_memory=False))
                 continue
             cache = before.copy()
             if mode == "reset":
@@ -87,7 +62,7 @@ def ask(
                     read = model(_ids(model, another.tokens[: another.boundary]), logits_to_keep=1)
                     other = read.past_key_values.memories
                 cache.memories = list(other)
-            found.add(mode, _answers(model, cache, example, use_memory=mode != "window"))
+            found[mode].append(_answers(model, cache, example, use_memory=mode != "window"))
         other = before.memories
     progress(samples, samples, task.name)
     return found
@@ -126,7 +101,7 @@ def language(
         tokens = _ids(model, ids)
         begin = min(model.window, length // 2)
         for mode in modes:
-            with window_of(model, FULL if mode == "full" else model.window):
+            with window_of(model, model.widest if mode == "full" else model.window):
                 logits = model(tokens, use_memory=mode == "memory", logits_to_keep=length - begin).logits[0]
             losses[mode].append(float(F.cross_entropy(logits[:-1].float(), tokens[0, begin + 1 :])))
     progress(samples, samples, LANGUAGE)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from titans.adapters.calibrate import says
 from titans.adapters.memory import TapMemory
 from titans.adapters.model import AdaptedModel
+from titans.adapters.saving import fingerprint
 from titans.adapters.states import Reading, head, record, window_of
 from titans.files import replacing, write_json
 from titans.report.progress import Progress, silent
@@ -120,12 +123,13 @@ def record_texts(
     ]
     made_with = {
         "tasks": {task.name: asdict(task) for task in tasks},  # type: ignore[call-overload]
-        "texts": texts, "window": model.window, "sinks": model.sinks, "taps": model.taps, "seed": settings.seed,
+        "backbone": fingerprint(model.backbone), "texts": texts,
+        "window": model.window, "sinks": model.sinks, "taps": model.taps, "seed": settings.seed,
     }  # fmt: skip
     note = folder / "settings.json"
     folder.mkdir(parents=True, exist_ok=True)
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != _plain(made_with):
-        raise ValueError(f"{folder} has states of other texts or another window; expected a new folder, or the same")
+        raise ValueError(f"{folder} has states of another model, window or text; expected a new folder, or the same")
     write_json(note, made_with)
     layers = sorted({tap for taps in model.taps for tap in taps if tap})
     for done, plan in enumerate(plans):
@@ -166,9 +170,16 @@ def fit(
     groups = [{"params": others, "peak": settings.rate}, {"params": gates, "peak": settings.gate_rate}]
     optimiser = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
     first = 0
+    begun = hashlib.blake2b(
+        b"".join(x.detach().cpu().numpy().tobytes() for x in model.memories.state_dict().values()), digest_size=16
+    )
+    made_with = _plain(asdict(settings)) | {"start": begun.hexdigest()}
     if checkpoint is not None and checkpoint.is_file():
-        kept = torch.load(checkpoint, weights_only=True)
-        if kept["settings"] != _plain(asdict(settings)):
+        try:
+            kept = torch.load(checkpoint, map_location=model.device, weights_only=True)
+        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+            raise ValueError(f"{checkpoint} is damaged: delete it, and training begins again") from error
+        if kept["settings"] != made_with:
             raise ValueError(f"{checkpoint} is of a training with other settings; expected the same, or a new folder")
         model.memories.load_state_dict(kept["memories"])
         optimiser.load_state_dict(kept["optimiser"])
@@ -199,7 +210,7 @@ def fit(
                 with replacing(checkpoint) as temporary:
                     torch.save(
                         {
-                            "settings": _plain(asdict(settings)),
+                            "settings": made_with,
                             "step": step + 1,
                             "memories": model.memories.state_dict(),
                             "optimiser": optimiser.state_dict(),

@@ -32,6 +32,8 @@ class TapMemory(NeuralMemory):
     def __init__(
         self, taps: int, hidden_size: int, heads: int = 1, head_dim: int | None = None, **settings: Any
     ) -> None:
+        if heads < 1 or (head_dim is None and hidden_size % heads):
+            raise ValueError(f"heads is {heads}; expected a number that divides {hidden_size}, the width of the model")
         head_dim = hidden_size // heads if head_dim is None else head_dim
         super().__init__(taps * hidden_size, heads, head_dim=head_dim, **settings)
         self.norm = nn.Identity()  # type: ignore[assignment]

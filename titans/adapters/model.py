@@ -19,6 +19,7 @@ from titans.adapters.window import NAME, View, WindowCache, decoder_of, see
 from titans.ops import MemoryState
 
 BLOCK = 512  # tokens that are read at a time
+EVERY = 1 << 30  # a window that no text fills
 # Of a memory: forgetting a four-hundredth per token, as a memory does at its start, is too much for a long text.
 DEFAULTS: dict[str, Any] = {"depth": 1, "momentum": False, "forgetting": False, "conv_kernel": 2}
 
@@ -92,6 +93,8 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
 
     Attributes:
         backbone: the model, which this one owns now: its attention is the window's.
+        source: where it comes from, see :func:`titans.adapters.load_backbone`.
+        notes: how the memories came to be what they are.
         memories: what was added, and can be trained.
         window, sinks, taps, inject: see :func:`adapt`.
     """
@@ -110,12 +113,12 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         decoder = decoder_of(backbone)
         if backbone.config._attn_implementation == NAME:
             raise ValueError("model has a window already; expected one that was not adapted before")
-        count, own = len(decoder.layers), getattr(backbone.config, "sliding_window", None)
+        count, own = len(decoder.layers), _own_window(backbone.config)
         if sinks < 0:
             raise ValueError(f"sinks is {sinks}; expected a whole number of at least 0")
         if window <= sinks:
             raise ValueError(f"window is {window} and sinks is {sinks}; expected a window above the sinks")
-        if own is not None and getattr(backbone.config, "use_sliding_window", True) and window > own:
+        if own is not None and window > own:
             raise ValueError(f"window is {window}; expected at most {own}, the window of the model itself")
         for each, where in zip(taps, inject, strict=True):
             if not 1 <= where <= count:
@@ -131,7 +134,9 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         self.taps, self.inject = [list(each) for each in taps], list(inject)
         self.settings = dict(DEFAULTS) | dict(settings)
         size = backbone.config.hidden_size
-        self.memories = nn.ModuleList(TapMemory(len(each), size, **self.settings) for each in taps)
+        self.memories = nn.ModuleList(TapMemory(len(each), size, **self.settings) for each in taps).to(backbone.device)
+        self.source: str = backbone.config._name_or_path  # where the backbone comes from
+        self.notes: dict[str, Any] = {}  # how the memories came to be what they are
         self.generation_config = backbone.generation_config
         self._decoder = [decoder]  # not a module of its own
         self._hooks: list[Any] = []
@@ -150,6 +155,12 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             self._hooks.append(layers[where - 1].register_forward_hook(_Inject(self, where), with_kwargs=True))
 
     @property
+    def widest(self) -> int:
+        """The window that is full attention, or as much of it as the model has."""
+        own = _own_window(self.config)
+        return EVERY if own is None else own
+
+    @property
     def decoder(self) -> Any:
         """The part of the backbone that has the layers."""
         return self._decoder[0]
@@ -158,7 +169,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         """Writes the memories, with the model by name, see :func:`titans.adapters.save_adapter`."""
         from titans.adapters.saving import save_adapter  # which knows this class
 
-        save_adapter(self, Path(save_directory), self.config._name_or_path)
+        save_adapter(self, Path(save_directory))
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -219,6 +230,8 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         if not isinstance(cache, AdaptedCache):
             raise ValueError(f"past_key_values is a {type(cache).__name__}; expected the cache of an adapted model")
         batch, time = given.shape[:2]
+        if time == 0:
+            raise ValueError("the text has no tokens; expected at least one")
         mask = self._mask(attention_mask, batch, time)
         parts = []
         for begin in range(0, time, BLOCK):
@@ -276,6 +289,12 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             y, call.states[index] = memory(x, call.states[index], call.mask)
             total = y if total is None else total + y
         return total
+
+
+def _own_window(config: Any) -> int | None:
+    """The window that a model has by itself; None: it sees everything."""
+    own: int | None = getattr(config, "sliding_window", None)
+    return own if getattr(config, "use_sliding_window", True) else None
 
 
 class _Tap:

@@ -22,6 +22,7 @@ from titans.words import sentence
 SETTINGS, WEIGHTS = "adapter.json", "adapter.safetensors"
 FORMAT = "titans.adapter"
 VERSION = 1
+FIELDS = ("backbone", "fingerprint", "window", "sinks", "taps", "inject", "memory", "notes")
 LOCAL = "local"  # the chat model that comes as a package
 SAMPLED = 64  # numbers of each tensor that the fingerprint looks at
 
@@ -46,10 +47,12 @@ def load_backbone(name: str, device: torch.device | str = "auto") -> tuple[PreTr
         file = packaged_model() if name == LOCAL else Path(name)
         if file is None:
             raise ValueError(NOT_PACKAGED)
-        return _load_gguf(file, choose_device(device))
-    model, tokenizer = load_model(name, device)
-    if tokenizer is None:
-        raise ValueError(f"{name} has no tokenizer; expected a model that was saved with one")
+        model, tokenizer = _load_gguf(file, choose_device(device))
+    else:
+        model, tokenizer = load_model(name, device)
+        if tokenizer is None:
+            raise ValueError(f"{name} has no tokenizer; expected a model that was saved with one")
+    model.config._name_or_path = name
     return model, tokenizer
 
 
@@ -77,13 +80,11 @@ def _load_gguf(file: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
     return model, tokenizer
 
 
-def save_adapter(model: AdaptedModel, folder: str | Path, backbone: str, notes: dict[str, Any] | None = None) -> None:
-    """Writes the memories and their settings.
-
-    Args:
-        backbone: where the model comes from, see :func:`load_backbone`.
-        notes: what else a reader may want to know, such as how it was trained.
-    """
+def save_adapter(model: AdaptedModel, folder: str | Path) -> None:
+    """Writes the memories and their settings, with where the model comes from and the notes."""
+    if not model.source:
+        raise ValueError("source is empty; expected where the model comes from: a folder, a name on the hub or a file")
+    source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as temporary:
@@ -92,9 +93,9 @@ def save_adapter(model: AdaptedModel, folder: str | Path, backbone: str, notes: 
     write_json(
         folder / SETTINGS,
         {
-            "format": FORMAT, "version": VERSION, "backbone": backbone, "fingerprint": fingerprint(model.backbone),
+            "format": FORMAT, "version": VERSION, "backbone": source, "fingerprint": fingerprint(model.backbone),
             "window": model.window, "sinks": model.sinks, "taps": model.taps, "inject": model.inject,
-            "memory": model.settings, "notes": notes or {},
+            "memory": model.settings, "notes": model.notes,
         },
     )  # fmt: skip
 
@@ -112,6 +113,9 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} is not of an adapter; expected a folder written by titans adapt")
     if settings.get("version") != VERSION:
         raise ValueError(f"{path} has version {settings.get('version')}; expected {VERSION}")
+    missing = [name for name in FIELDS if name not in settings]
+    if missing:
+        raise ValueError(f"{path} is damaged: it lacks {missing[0]}")
     return settings
 
 
@@ -141,5 +145,5 @@ def load_adapter(
         made.memories.load_state_dict(weights)
     except (SafetensorError, OSError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"the adapter in {folder} is damaged: {sentence(error)}") from error
-    made.memories.to(model.device)
+    made.source, made.notes = settings["backbone"], settings["notes"]
     return made.eval(), tokenizer

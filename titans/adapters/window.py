@@ -79,7 +79,8 @@ def attend(
         view: a :class:`View`, or whatever has one as its attribute ``view``.
     """
     view = getattr(view, "view", view)
-    if view is not None and view.turn is not None:
+    rotated = getattr(module, "use_rope", True)  # SmolLM3 has layers that do not rotate
+    if view is not None and view.turn is not None and rotated:
         cos, sin = (x.to(query.dtype) for x in view.turn)
         query = torch.cat([query, rotate(query, cos, sin)], dim=-1)
         key = torch.cat([key.masked_fill(view.sinks, 0), key.masked_fill(~view.sinks, 0)], dim=-1)
@@ -235,7 +236,28 @@ def decoder_of(model: PreTrainedModel) -> Any:
     if model.get_output_embeddings() is None or not getattr(model, "_supports_attention_backend", False):
         raise ValueError(f"model is {name}; expected a causal language model whose attention can be chosen")
     _check_rotation(model, decoder)
+    _check_ends(model, decoder)
     return decoder
+
+
+@torch.no_grad()
+def _check_ends(model: PreTrainedModel, decoder: Any) -> None:
+    """Raises a ``ValueError`` unless layers are given plain embeddings, and logits are a product of the last states."""
+    given: list[Tensor] = []
+    hook = decoder.layers[0].register_forward_pre_hook(
+        lambda module, args, kwargs: given.append(args[0] if args else kwargs["hidden_states"]), with_kwargs=True
+    )
+    ids = torch.arange(1, 4, device=model.device)[None]
+    try:
+        output = model(ids, use_cache=False, output_hidden_states=True)
+    finally:
+        hook.remove()
+    plain = model.get_input_embeddings()(ids)
+    logits = model.get_output_embeddings()(output.hidden_states[-1])
+    if not (torch.allclose(given[0], plain, rtol=1e-2) and torch.allclose(output.logits, logits, rtol=1e-2, atol=1e-3)):
+        raise ValueError(
+            f"model is {type(model).__name__}, which scales its embeddings or its logits; expected one that does not"
+        )
 
 
 def _check_rotation(model: PreTrainedModel, decoder: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from titans.cli.common import Device, bar, names, numbers, one_sentence, pairs, require, this_command
+from titans.cli.common import Device, bar, check_output, names, numbers, one_sentence, pairs, require, this_command
 
 app = typer.Typer(help="Give a causal model of transformers a window of attention, and a memory of what left it.")
 
@@ -95,8 +95,8 @@ def calibrate(
             adapted.taps = [[0, best] for _ in adapted.taps]
             adapted.watch()
         sizes = start(adapted, readings)
-        notes = {"command": this_command(), "probe": {str(layer): share for layer, share in found.items()}}
-        save_adapter(adapted, out, model, notes)
+        adapted.notes = {"command": this_command(), "probe": {str(layer): share for layer, share in found.items()}}
+        save_adapter(adapted, out)
     typer.echo(f"Keys come from layer {adapted.taps[0][-1]} of {count}; the memory starts at a size of {sizes[0]}.")
     typer.echo(f"Adapter: {out}")
 
@@ -136,17 +136,17 @@ def fit(
             gate_rate=gate_rate, write_cost=write_cost, narrow=narrow, seed=seed,
         )  # fmt: skip
         asked = _tasks(tasks, setting, texts)
-        if (out / SETTINGS).is_file():
-            raise ValueError(f"{out} has an adapter already; expected a new folder")
-        before = read_settings(adapter)
-        model, tokenizer = load_adapter(adapter, device=device)
-        out.mkdir(parents=True, exist_ok=True)
+        read_settings(adapter)
         with locked(out, "titans adapt fit"):
+            if (out / SETTINGS).is_file():
+                raise ValueError(f"{out} has an adapter already; expected a new folder")
+            model, tokenizer = load_adapter(adapter, device=device)
             with bar("recording") as move:
                 plans = record_texts(model, tokenizer, asked, _path(texts), chosen, out / STATES, move)
             with bar("training", steps) as move:
                 train(model, plans, out / STATES, chosen, out / CHECKPOINT, move, typer.echo)
-            save_adapter(model, out, before["backbone"], before["notes"] | {"fit": this_command()})
+            model.notes = model.notes | {"fit": this_command()}
+            save_adapter(model, out)
     typer.echo(f"Adapter: {out}")
 
 
@@ -176,7 +176,7 @@ def evaluate(
     from rich.console import Console
 
     from titans.adapters.evaluate import MODES, ask, language
-    from titans.adapters.saving import load_adapter
+    from titans.adapters.saving import load_adapter, read_settings
     from titans.files import write_json
     from titans.report.page import Table, print_table
 
@@ -187,8 +187,9 @@ def evaluate(
             raise ValueError(f"modes has {unknown[0] if unknown else 'nothing'}; expected some of {', '.join(MODES)}")
         if split not in ("test", "validation"):
             raise ValueError(f"split is {split!r}; expected test or validation")
-        settings = [*setting, f"lengths={lengths}", *([f"depths={depths}"] if "needle" in tasks else [])]
-        asked = _tasks(tasks, settings, texts)
+        asked = _tasks(tasks, setting, texts, {"lengths": lengths, "depths": depths})
+        results = check_output(out or adapter / RESULTS)
+        read_settings(adapter)
         model, tokenizer = load_adapter(adapter, device=device)
         rows, figures = [], []
         with bar("asking") as move:
@@ -197,8 +198,8 @@ def evaluate(
                     hits: dict[str, list[bool]] = {mode: [] for mode in wanted}
                     for group in task.groups():
                         if group.get("length") == length:
-                            exact = ask(model, tokenizer, task, group, samples, wanted, split, seed, move)
-                            for mode, found in exact.hits.items():
+                            answers = ask(model, tokenizer, task, group, samples, wanted, split, seed, move)
+                            for mode, found in answers.items():
                                 hits[mode] += found
                     figures.append({"task": task.name, "length": length, "hits": hits})
                     rows.append((task.name, f"{length:,}", *(_share(hits[mode]) for mode in wanted)))
@@ -208,9 +209,9 @@ def evaluate(
                 figures.append({"task": "language", "length": length, "losses": losses})
                 shown = [f"{mean(losses[mode]):.4f}" if mode in losses else "" for mode in wanted]
                 rows.append(("language, nats per token", f"{length:,}", *shown))
-        write_json(out or adapter / RESULTS, {"command": this_command(), "split": split, "figures": figures})
+        write_json(results, {"command": this_command(), "split": split, "figures": figures})
     print_table(Console(), Table(("task", "tokens", *wanted), rows))
-    typer.echo(f"Results: {out or adapter / RESULTS}")
+    typer.echo(f"Results: {results}")
 
 
 def _share(hits: list[bool]) -> str:
@@ -222,18 +223,32 @@ def _share(hits: list[bool]) -> str:
     return f"{100 * sum(hits) / len(hits):.0f}% ({100 * low:.0f} to {100 * high:.0f}), n={len(hits)}"
 
 
-def _tasks(tasks: str, setting: list[str], texts: Path | None) -> list[Any]:
-    """The tasks, with the texts as their haystack or background where they have one."""
+def _tasks(tasks: str, setting: list[str], texts: Path | None, measured: dict[str, str] | None = None) -> list[Any]:
+    """The tasks, with the texts as their haystack or background where they have one.
+
+    Args:
+        measured: lengths and depths, for tasks that are measured and not learned.
+    """
+    from titans.cli.common import read_yaml_value
     from titans.tasks import make_tasks, settings_of
 
     chosen = names(tasks)
     given = pairs(setting, "--set")
-    if texts is not None:
-        for name in chosen:
-            for place in ("haystack", "background"):
-                if place in settings_of(name):
-                    given.setdefault(f"{name}.{place}", str(texts))
-    return make_tasks(chosen, given)
+    known = {name: settings_of(name) for name in chosen}
+    for name, settings in known.items():
+        for place in ("haystack", "background"):
+            if texts is not None and place in settings and place not in given:
+                given.setdefault(f"{name}.{place}", str(texts))
+        if measured and "lengths" not in settings:
+            raise ValueError(f"tasks has {name}, which has no lengths; expected tasks of long texts, such as {TASKS}")
+        for option, value in (measured or {}).items():
+            if option in settings:
+                given[f"{name}.{option}"] = read_yaml_value(value)
+    made = make_tasks(chosen, given)
+    for task in made:
+        if getattr(task, "vocab_size", None) is not None:
+            raise ValueError(f"tasks has {task.name}, which has tokens of its own; expected tasks of text")
+    return made
 
 
 def _path(texts: Path | None) -> str | None:
