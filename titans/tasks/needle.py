@@ -81,7 +81,7 @@ class Needle(Task):
     """What the three needle tasks share.
 
     The haystack fills the sequence to exactly its length, so its last sentence may be cut. Train, validation and test
-    have different values, and none of them occurs in the haystack.
+    have different values, and no number, uuid or word of theirs occurs in the haystack.
 
     Attributes:
         lengths: of the sequences, in tokens.
