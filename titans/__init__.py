@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from titans._register import register_when_transformers_is_loaded
 
 if TYPE_CHECKING:
-    from titans.adapters import adapt
     from titans.layers import NeuralMemory
     from titans.models import (
         TitansCache,
