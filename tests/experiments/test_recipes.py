@@ -26,9 +26,9 @@ SHIPPED = [name for name in shipped_recipes() if not name.startswith("_")]
 # What each trains on and for how many steps, at which lengths, its number of models, and its tests and controls.
 SUMMARY: dict[str, tuple[Any, ...]] = {
     "babilong": ("task:babilong,babi", 800, 128, 1024, 7, 1, 4),
-    "caching": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 1024, 13, 1, 3),
-    "needle": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 1024, 7, 1, 3),
-    "needle-word": ("task:needle-word,phonebook", 1500, 64, 1024, 7, 1, 3),
+    "caching": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 4096, 13, 1, 3),
+    "needle": ("task:needle-noise,needle-essay,phonebook", 1500, 64, 4096, 7, 1, 3),
+    "needle-word": ("task:needle-word,phonebook", 1500, 64, 4096, 7, 1, 3),
     "pairs": ("task:mqar", 500, 32, 128, 6, 1, 0),
     "reassigned": ("task:reassigned", 500, 32, 128, 9, 1, 0),
     "recall": ("task:recall", 800, 32, 64, 11, 1, 6),
