@@ -111,7 +111,7 @@ def _start_memory(model: AdaptedModel, memory: TapMemory, taps: Sequence[int], r
     weight = getattr(model.decoder.norm, "weight", None)
     rows = next(model.get_output_embeddings().parameters()).float()
     rows = rows if weight is None else rows * weight.float()
-    wanted = ((embedding - memory.mean[of_value]) * memory.scale[of_value] if 0 in taps else embedding) @ whitened.T
+    wanted = (words if 0 in taps else embedding) @ whitened.T
     gram = rows.T @ rows
     gram += RIDGE * gram.diagonal().mean() * torch.eye(width, device=gram.device)
     memory.to_out.weight.copy_(torch.linalg.solve(gram, rows.T @ wanted))

@@ -104,13 +104,13 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
     def __init__(
         self,
         backbone: PreTrainedModel,
+        decoder: Any,
         window: int,
         sinks: int,
         taps: Sequence[Sequence[int]],
         inject: Sequence[int],
         settings: Mapping[str, Any],
     ) -> None:
-        decoder = decoder_of(backbone)
         if backbone.config._attn_implementation == NAME:
             raise ValueError("model has a window already; expected one that was not adapted before")
         count, own = len(decoder.layers), _own_window(backbone.config)
@@ -349,7 +349,8 @@ def adapt(
         sinks: how many of the first tokens it sees besides.
         memory: settings of :class:`titans.NeuralMemory`.
     """
-    layers = len(decoder_of(model).layers)
+    decoder = decoder_of(model)
+    layers = len(decoder.layers)
     several: list[list[int]]
     if taps is None:
         several = [[0, max(1, round(0.6 * layers))] if layers > 1 else [0]]
@@ -362,4 +363,4 @@ def adapt(
     where = [inject] * len(several) if isinstance(inject, int) else list(inject)
     if len(where) != len(several):
         raise ValueError(f"inject has {len(where)} layers and taps are {len(several)}; expected one for each memory")
-    return AdaptedModel(model, window, sinks, several, where, memory)
+    return AdaptedModel(model, decoder, window, sinks, several, where, memory)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from titans.adapters.model import AdaptedModel
+from titans.adapters.model import AdaptedModel, adapt
 from titans.files import NOT_PACKAGED, packaged_model, replacing, write_json
 from titans.models.loading import choose_device, load_model, quiet
 from titans.words import sentence
@@ -138,9 +138,8 @@ def load_adapter(
             f"{settings['backbone']} as it was"
         )
     try:
-        made = AdaptedModel(
-            model, settings["window"], settings["sinks"], settings["taps"], settings["inject"], settings["memory"]
-        )
+        places = {name: settings[name] for name in ("taps", "inject", "window", "sinks")}
+        made = adapt(model, **places, **settings["memory"])
         weights = load_file(Path(folder) / WEIGHTS)
         made.memories.load_state_dict(weights)
     except (SafetensorError, OSError, KeyError, TypeError, RuntimeError) as error:
