@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from titans.adapters.calibrate import probe, says, start, whiten
+from titans.adapters.calibrate import memory_output, probe, start, whiten
 from titans.adapters.evaluate import MODES, ask, language
 from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, fit, record_texts
 from titans.adapters.model import AdaptedModel, adapt
@@ -71,7 +71,7 @@ def test_a_memory_says_the_same_to_recorded_states_as_in_the_model() -> None:
     start(model, readings)
     with torch.no_grad():
         in_model = model(ids[None]).logits[0]
-        beside = head(model, readings[0].last.float() + says(model, readings)[0])
+        beside = head(model, readings[0].last.float() + memory_output(model, readings)[0])
     torch.testing.assert_close(beside, in_model, rtol=0, atol=5e-2)
     assert (in_model - model(ids[None], use_memory=False).logits[0]).abs().max() > 0.1
 
@@ -117,7 +117,7 @@ def test_a_started_memory_recalls_what_followed_a_state() -> None:
         words = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:36]
         ids = torch.cat([words, words[10:15]])  # the first five of six words come again
         with torch.no_grad():
-            said = says(model, [record(model, ids, [1])])[0, -1]
+            said = memory_output(model, [record(model, ids, [1])])[0, -1]
             scores = model.get_output_embeddings()(said * model.decoder.norm.weight)
         hits.append(int(scores.argmax()) == int(words[15]))
     assert sum(hits) >= 8

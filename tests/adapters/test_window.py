@@ -31,7 +31,7 @@ from transformers import (
 )
 
 from titans.adapters.model import AdaptedModel, adapt
-from titans.adapters.window import rotate, see
+from titans.adapters.window import make_view, rotate
 
 VOCABULARY = 50
 FAMILIES = {
@@ -206,7 +206,7 @@ def test_every_parameter_of_the_memory_learns_and_the_model_does_not() -> None:
 
 def test_turning_a_query_is_being_elsewhere() -> None:
     frequencies = torch.tensor([1.0, 0.1], dtype=torch.float64)
-    view = see(torch.tensor([[30]]), torch.arange(31)[None], window=8, sinks=2, frequencies=frequencies)
+    view = make_view(torch.tensor([[30]]), torch.arange(31)[None], window=8, sinks=2, frequencies=frequencies)
     assert view.turn is not None
     q = torch.randn(1, 1, 1, 4, dtype=torch.float64)
 

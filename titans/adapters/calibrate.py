@@ -134,7 +134,7 @@ def _inputs(memory: TapMemory, taps: Sequence[int], reading: Reading, embedding:
     return memory.standardise(torch.stack(states, dim=-2))
 
 
-def says(model: AdaptedModel, readings: Sequence[Reading], index: int | None = None) -> Tensor:
+def memory_output(model: AdaptedModel, readings: Sequence[Reading], index: int | None = None) -> Tensor:
     """What the memories, or one of them, say to texts: (texts, longest time, hidden_size)."""
     embedding = next(model.get_input_embeddings().parameters()).float()
     total: Tensor | None = None
@@ -154,7 +154,7 @@ def _size(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> float
     """The largest of ``SIZES`` whose output costs no more than ``LOST`` in language."""
     losses = {size: 0.0 for size in (0.0, *SIZES)}
     for reading in readings:
-        said = says(model, [reading], index)[0]
+        said = memory_output(model, [reading], index)[0]
         places = torch.arange(min(reading.window, len(reading.ids) // 2), len(reading.ids) - 1, 4)
         for size in losses:
             logits = head(model, reading.last[places].to(said.device).float() + size * said[places])

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans.adapters.calibrate import says
+from titans.adapters.calibrate import memory_output
 from titans.adapters.memory import TapMemory
 from titans.adapters.model import AdaptedModel
 from titans.adapters.saving import fingerprint
@@ -241,7 +241,7 @@ def _losses(
     model: AdaptedModel, readings: Sequence[Reading], settings: FitSettings, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
     """The loss of the answers, and how much worse than without the memory other tokens are predicted."""
-    said = says(model, readings)
+    said = memory_output(model, readings)
     recall, language = [], []
     for reading, y in zip(readings, said, strict=True):  # y may be longer
         ids, last = reading.ids.to(y.device), reading.last.to(y.device).float()

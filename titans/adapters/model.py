@@ -15,7 +15,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from titans.adapters.memory import TapMemory
-from titans.adapters.window import NAME, View, WindowCache, decoder_of, see
+from titans.adapters.window import NAME, View, WindowCache, decoder_of, make_view
 from titans.ops import MemoryState
 
 BLOCK = 512  # tokens that are read at a time
@@ -140,9 +140,9 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         self.generation_config = backbone.generation_config
         self._decoder = [decoder]  # not a module of its own
         self._hooks: list[Any] = []
-        self.watch()
+        self.register_hooks()
 
-    def watch(self) -> None:
+    def register_hooks(self) -> None:
         """Listens to the layers of ``taps`` and speaks at those of ``inject``, which may have changed."""
         for hook in self._hooks:
             hook.remove()
@@ -262,7 +262,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         device = self.device
         new, positions = cache.place(mask.to(device))
         frequencies = self.decoder.rotary_emb.inv_freq
-        view = see(new, positions, cache.window, cache.sinks, frequencies)
+        view = make_view(new, positions, cache.window, cache.sinks, frequencies)
         full = bool(mask.all())
         call = Call(view, None if full else mask.to(device), list(cache.memories), use_memory)
         output = self.decoder(
@@ -278,7 +278,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         hidden: Tensor = output.last_hidden_state
         return hidden
 
-    def remember(self, call: Call, where: int) -> Tensor | None:
+    def read_memories(self, call: Call, where: int) -> Tensor | None:
         """What the memories that write at a layer say to the tokens of a call; None: nothing."""
         total = None
         for index, memory in enumerate(self.memories):
@@ -319,7 +319,7 @@ class _Inject:
         call = kwargs.get("view")
         if not isinstance(call, Call) or not call.use_memory:
             return output
-        y = self.model[0].remember(call, self.where)
+        y = self.model[0].read_memories(call, self.where)
         if y is None:
             return output
         if isinstance(output, tuple):

@@ -38,7 +38,7 @@ class View:
     turn: tuple[Tensor, Tensor] | None
 
 
-def see(query: Tensor, key: Tensor, window: int, sinks: int, frequencies: Tensor) -> View:
+def make_view(query: Tensor, key: Tensor, window: int, sinks: int, frequencies: Tensor) -> View:
     """The view of queries at positions (batch, queries) of keys at positions (batch, keys); ``EMPTY``: padding.
 
     Args:

@@ -93,7 +93,7 @@ def calibrate(
         if found:
             best = max(found, key=lambda layer: found[layer])
             adapted.taps = [[0, best] for _ in adapted.taps]
-            adapted.watch()
+            adapted.register_hooks()
         sizes = start(adapted, readings)
         adapted.notes = {"command": this_command(), "probe": {str(layer): share for layer, share in found.items()}}
         save_adapter(adapted, out)
