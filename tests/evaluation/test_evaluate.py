@@ -16,7 +16,7 @@ import torch
 from tests.evaluation.choices import log_likelihoods
 from titans import TitansConfig, TitansForCausalLM
 from titans.evaluation import score
-from titans.evaluation.evaluate import changed, evaluate, results_folder
+from titans.evaluation.evaluate import evaluate, results_folder
 from titans.evaluation.kinds import TaskMeasure
 from titans.evaluation.measure import Evaluation
 from titans.files import EVAL
@@ -297,17 +297,6 @@ def test_a_seed_decides_the_sequences(saved: Path, tmp_path: Path) -> None:
     )
     cells = [result["tasks"]["recall"]["cells"][0]["loss"] for result in (first, again, other)]
     assert cells[0] == cells[1] != cells[2]
-
-
-def test_a_changed_model_keeps_its_weights_and_an_impossible_change_is_refused(saved: Path) -> None:
-    model = TitansForCausalLM.from_pretrained(saved)
-    other = changed(model, {"memory_chunk_size": 4, "memory_mode": "chunked"})
-    assert other.config.memory_chunk_size == 4
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
-    with pytest.raises(ValueError, match="memory_size is not a field of the model's config"):
-        changed(model, {"memory_size": 4})
-    with pytest.raises(ValueError, match=r"the model cannot be changed to \{'hidden_size': 32\}"):
-        changed(model, {"hidden_size": 32})
 
 
 def test_an_interval_covers_the_mean_as_often_as_it_says() -> None:

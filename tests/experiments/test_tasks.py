@@ -106,6 +106,17 @@ def test_an_experiment_can_begin_with_the_models_of_another(here: list[str], tmp
     assert after["training"]["eval_loss"] == pytest.approx(before["training"]["eval_loss"], rel=1e-4)
 
 
+def test_fields_of_the_models_can_be_changed_at_the_start_and_later(here: list[str], tmp_path: Path) -> None:
+    first = replace(EXPERIMENT, fields={"memory_gate_cutoff": 0.1, "window.window_size": 4})
+    assert [job.config.model.get("memory_gate_cutoff") for job in first.jobs(tmp_path)] == [0.1, None]
+    assert [job.config.model["window_size"] for job in first.jobs(tmp_path)] == [8, 4]
+    run_tasks(EXPERIMENT.only(["MAC"]), tmp_path / "first")
+    later = replace(EXPERIMENT.only(["MAC"]), start=tmp_path / "first", fields={"memory_cache_segment_size": 8})
+    with pytest.raises(ValueError, match="memory_cach is not a field of the model's config"):
+        run_tasks(replace(later, fields={"memory_cach": 8}), tmp_path / "second")
+    assert run_tasks(later, tmp_path / "second")["results"][0]["model"]["fields"]["memory_cache_segment_size"] == 8
+
+
 def test_a_run_that_diverged_does_not_cost_the_report(here: list[str], tmp_path: Path) -> None:
     one = EXPERIMENT.only(["window"])
     (job,) = one.jobs(tmp_path)

@@ -557,6 +557,14 @@ def test_a_trained_model_is_a_start_for_another_run(tiny: Make) -> None:
     after = train(TrainConfig(**fields), say=lambda words: None)
     assert {p.dtype for p in TitansForCausalLM.from_pretrained(second.output).parameters()} == {torch.float32}
     assert abs(before.metrics["eval_loss"] - after.metrics["eval_loss"]) < 1e-4
+    third = tiny("mag", "third", steps=1)
+    fields = third.to_dict() | {"model": {"pretrained": first.output, "memory_gate_cutoff": 0.5}}
+    train(TrainConfig(**fields), say=lambda words: None)
+    assert TitansForCausalLM.from_pretrained(third.output).config.memory_gate_cutoff == 0.5
+    for wrong, words in (({"name": "mac"}, "pretrained and name"), ({"memory_gat": 1}, "memory_gat is not a field")):
+        with pytest.raises(ValueError, match=words):
+            fields = tiny("mag", "fourth").to_dict() | {"model": {"pretrained": first.output, **wrong}}
+            train(TrainConfig(**fields), say=lambda words: None)
 
 
 @pytest.mark.slow

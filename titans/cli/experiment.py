@@ -406,6 +406,7 @@ def _recipe_command(name: str, about: str) -> Any:
         start: Annotated[
             Path | None, typer.Option(help="Begin with the trained models of another experiment: its folder.")
         ] = None,
+        field: Fields = [],  # noqa: B006
         device: Device = "auto",
         at_a_time: AtATime = 2,
         quick: Quick = False,
@@ -419,7 +420,9 @@ def _recipe_command(name: str, about: str) -> Any:
 
             experiment = find_experiment(name, pairs(setting, "--set")).only(names(models))
             changes = {**pairs(train, "--train"), **({} if device == "auto" else {"device": device})}
-            experiment = replace(experiment, train={**experiment.train, **changes}, start=start)
+            experiment = replace(
+                experiment, train={**experiment.train, **changes}, start=start, fields=pairs(field, "--field")
+            )
             if seeds is not None:
                 experiment = replace(experiment, seeds=numbers(seeds, "--seeds"))
             report = run_tasks(experiment.quick() if quick else experiment, folder, at_a_time, move, this_command())

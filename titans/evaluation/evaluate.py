@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Cell, Cells, Evaluation, Measure
 from titans.files import EVAL, EVAL_FOLDER, RUN, locked, read_yaml, write_atomically
-from titans.models.loading import bytes_for, load_model, peak_memory, read_config
+from titans.models.loading import bytes_for, changed, load_model, peak_memory, read_config
 from titans.report.progress import Progress, silent
 from titans.report.results import FORMAT
 from titans.report.statistics import as_number
@@ -121,32 +121,6 @@ def key_of(task: str, evaluation: Evaluation) -> str:
     """The key of a task's results, with the control and the changed fields of the model."""
     changes = [f"{name}={value}" for name, value in sorted(evaluation.fields.items())]
     return " ".join([task, *([evaluation.control] if evaluation.control else []), *changes])
-
-
-def changed(model: PreTrainedModel, fields: dict[str, Any]) -> PreTrainedModel:
-    """The same weights under a config with other fields."""
-    from transformers import AutoModelForCausalLM
-
-    config = changed_config(model.config.to_dict(), fields)
-    try:
-        other = AutoModelForCausalLM.from_config(config)
-        other.load_state_dict(model.state_dict())
-    except Exception as error:  # each module has its own way to refuse a value
-        raise ValueError(f"the model cannot be changed to {fields}: {sentence(error)}") from None
-    return other.to(model.device, model.dtype).eval()
-
-
-def changed_config(known: dict[str, Any], fields: dict[str, Any]) -> PreTrainedConfig:
-    """A model's config, given by its fields, with some of them changed; a ``ValueError`` says which one cannot be."""
-    from transformers import AutoConfig
-
-    for name in fields:
-        if name not in known:
-            raise ValueError(f"{name} is not a field of the model's config: {nearest(name, known)}")
-    try:
-        return AutoConfig.for_model(**(known | fields))
-    except Exception as error:  # each config has its own way to refuse a value
-        raise ValueError(f"the model cannot be changed to {fields}: {sentence(error)}") from None
 
 
 def _merge(old: Entry | None, cells: Sequence[Cell], measure: Measure, evaluation: Evaluation, where: str) -> Entry:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titans.evaluation.evaluate import changed, key_of
+from titans.evaluation.evaluate import key_of
 from titans.evaluation.measure import Evaluation
 from titans.experiments.catalogue import find_experiment
 from titans.experiments.lm import LMExperiment, lm_section, summarise_runs, train_models
@@ -21,7 +21,7 @@ from titans.experiments.tasks import TaskExperiment, read_result
 from titans.layers.binding import bind
 from titans.layers.memory import NeuralMemory
 from titans.layers.record import memories_of
-from titans.models.loading import load_model
+from titans.models.loading import changed, load_model
 from titans.ops import MemoryState, Tokens, run_memory
 from titans.report.outcome import write_outcome
 from titans.report.page import Section, Table, show

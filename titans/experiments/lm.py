@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from titans.evaluation.measure import Evaluation
-from titans.experiments.runs import Job, check_jobs, require_each_once, run_folder, run_jobs
+from titans.experiments.runs import Job, check_jobs, fields_of, require_each_once, run_folder, run_jobs
 from titans.files import METRICS, RESULT
 from titans.models.baselines import NAMES, SIZES, best
 from titans.models.configuration import VARIANTS
@@ -118,12 +118,8 @@ class LMExperiment:
         rate = self.learning_rate
         if rate is None:
             rate = best(described["name"], described["size"]).rate
-        own = f"{model}."
-        settings = {name.removeprefix(own): value for name, value in self.fields.items() if name.startswith(own)}
-        if described["name"] in VARIANTS:  # a preset has a rule of its own
-            settings = {name: value for name, value in self.fields.items() if "." not in name} | settings
         return TrainConfig(
-            model=settings | described,
+            model=fields_of(self.fields, model, described["name"]) | described,
             data=self.data,
             output=str(run_folder(Path(self.out), model, seed)),
             length=self.length,

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -16,11 +16,12 @@ from typing import Any
 
 import yaml
 
-from titans.evaluation.evaluate import changed_config, evaluate
+from titans.evaluation.evaluate import evaluate
 from titans.evaluation.kinds import check_evaluation
 from titans.evaluation.measure import Evaluation
 from titans.files import EVAL, EVAL_FOLDER, RESULT, RUN, write_atomically
-from titans.models.loading import read_config
+from titans.models.configuration import VARIANTS
+from titans.models.loading import changed_config, read_config
 from titans.report.progress import Progress, silent
 from titans.training.build import model_config
 from titans.training.config import TrainConfig
@@ -104,6 +105,13 @@ def run_folder(out: Path, label: str, seed: int) -> Path:
     return out / "runs" / f"{name}-{seed}"
 
 
+def fields_of(fields: Mapping[str, Any], label: str, name: str | None) -> dict[str, Any]:
+    """Those of the changed fields that are for one model: ``LABEL.FIELD``, and if it is one of ours, ``FIELD``."""
+    own = f"{label}."
+    every = {key: value for key, value in fields.items() if "." not in key and name in VARIANTS}
+    return every | {key.removeprefix(own): value for key, value in fields.items() if key.startswith(own)}
+
+
 def require_each_once(**lists: Sequence[Any]) -> None:
     """Raises a ``ValueError`` if one of the lists has something twice."""
     for name, values in lists.items():
@@ -137,8 +145,11 @@ def check_jobs(jobs: Sequence[Job]) -> None:
 
 def check_model(job: Job, vocab_size: int) -> None:
     """Raises a ``ValueError`` for a model that cannot be made, or that a test changes in a way it cannot be."""
-    start = job.config.model.get("pretrained")
-    known = read_config(Path(start) / "config.json") if start else model_config(job.config, vocab_size, None).to_dict()
+    fields = dict(job.config.model)
+    if start := fields.pop("pretrained", None):
+        known = changed_config(read_config(Path(start) / "config.json"), fields).to_dict()
+    else:
+        known = model_config(job.config, vocab_size, None).to_dict()
     for test in job.tests:
         if test.fields:
             changed_config(known, test.fields)

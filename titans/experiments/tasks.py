@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from titans.evaluation.kinds import make_measures
 from titans.evaluation.measure import Evaluation
-from titans.experiments.runs import Job, check_jobs, require_each_once, run_folder, run_jobs
+from titans.experiments.runs import Job, check_jobs, fields_of, require_each_once, run_folder, run_jobs
 from titans.files import RESULT
 from titans.models.baselines import NAMES
 from titans.models.configuration import VARIANTS
@@ -41,6 +41,7 @@ class TaskExperiment:
         seeds: one run of every model for each.
         start: folder of an experiment whose trained models these runs begin with, each with that of its label and
             seed; None: they begin at random.
+        fields: fields of our models' configs to change, or, as ``LABEL.FIELD``, of one model's.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TaskExperiment:
     controls: Sequence[Evaluation] = ()
     seeds: tuple[int, ...] = (0, 1, 2)
     start: Path | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not self.models or not self.seeds:
@@ -96,6 +98,7 @@ class TaskExperiment:
             for label, model in self.models.items():
                 folder = run_folder(out, label, seed)
                 begun = dict(model) if self.start is None else {"pretrained": _trained(self.start, label, seed)}
+                begun |= fields_of(self.fields, label, model["name"])
                 config = TrainConfig(model=begun, output=str(folder), seed=seed, **self.train)
                 tampered = self.controls if model["name"] in VARIANTS and model.get("memory_writes", True) else ()
                 made.append(Job(config, (*self.tests, *tampered)))

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from titans.files import may_be_on_hub, not_there
-from titans.words import sentence
+from titans.words import nearest, sentence
 
 BYTES = (256, 257)  # vocabularies of models that read bytes, without and with a token between texts
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -89,6 +89,34 @@ def load_folder(
         except Exception as error:  # a damaged file raises whatever its reader raises
             raise ValueError(f"{folder} cannot be loaded: {sentence(error)}") from error
         return model, _load_tokenizer(folder)
+
+
+def changed(model: PreTrainedModel, fields: dict[str, Any], new_parameters: bool = False) -> PreTrainedModel:
+    """The same weights under a config with other fields.
+
+    Args:
+        new_parameters: the fields may ask for parameters that the model does not have, which start as in a new model.
+    """
+    config = changed_config(model.config.to_dict(), fields)
+    try:
+        other = AutoModelForCausalLM.from_config(config)
+        weights = model.state_dict()
+        other.load_state_dict((other.state_dict() if new_parameters else {}) | weights)
+    except Exception as error:  # each module has its own way to refuse a value
+        raise ValueError(f"the model cannot be changed to {fields}: {sentence(error)}") from None
+    return other.to(model.device, model.dtype).eval()
+
+
+def changed_config(known: dict[str, Any], fields: dict[str, Any]) -> PreTrainedConfig:
+    """A model's config, given by its fields, with some of them changed; a ``ValueError`` says which one cannot be."""
+    every = AutoConfig.for_model(**known).to_dict()  # a file leaves out those that are at their defaults
+    for name in fields:
+        if name not in every:
+            raise ValueError(f"{name} is not a field of the model's config: {nearest(name, every)}")
+    try:
+        return AutoConfig.for_model(**(known | fields))
+    except Exception as error:  # each config has its own way to refuse a value
+        raise ValueError(f"the model cannot be changed to {fields}: {sentence(error)}") from None
 
 
 def bytes_for(model: PreTrainedModel, name: str) -> Any:

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from titans.models import TitansConfig, TitansForCausalLM
 from titans.models.baselines import NAMES, SIZES, config_class, config_for, own_fields
 from titans.models.configuration import VARIANTS
-from titans.models.loading import load_model
+from titans.models.loading import changed, load_model
 from titans.training.config import TrainConfig
 from titans.words import nearest, sentence
 
@@ -71,6 +71,9 @@ def make_model(config: TrainConfig, vocab_size: int, eos_token_id: int | None) -
         return AutoModelForCausalLM.from_config(made)
     try:
         model: Any = load_model(str(pretrained), "cpu", torch.float32)[0]
+        if fields := {name: value for name, value in config.model.items() if name != "pretrained"}:
+            torch.manual_seed(config.seed)
+            model = changed(model, fields, new_parameters=True)
     except ValueError as error:
         raise ValueError(f"model.pretrained is {pretrained!r}: {error}") from None
     if model.config.vocab_size < vocab_size:

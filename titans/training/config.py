@@ -41,8 +41,8 @@ class TrainConfig:
 
     # what
     model: dict[str, Any] = field(default_factory=lambda: {"name": "mac", "size": "1m"})
-    """The model: name (a variant, preset or baseline), size, and any field of its config; or pretrained alone, a folder
-    or a name on the hub."""
+    """The model: name (a variant, preset or baseline), size, and any field of its config; or pretrained, a folder or
+    a name on the hub, and any field of its config to change."""
     data: str = ""
     """The training data: a folder that ``titans prepare`` wrote; hf://OWNER/NAME, streamed from the hub; or task:NAME,
     drawn by a task of ``titans eval`` (several with commas between), where only answers count for the loss."""
@@ -215,8 +215,9 @@ class TrainConfig:
         elif self.task or self.shortest is not None:
             name = "task" if self.task else "shortest"
             raise ValueError(f"{name} is given and data is not drawn by a task; expected data: task:NAME")
-        if "pretrained" in self.model and len(self.model) > 1:
-            raise ValueError("model has pretrained and other fields; expected pretrained alone")
+        for name in ("name", "size"):
+            if "pretrained" in self.model and name in self.model:
+                raise ValueError(f"model has pretrained and {name}; expected one of them")
 
     @property
     def streamed(self) -> bool:
