@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start, store_of
@@ -565,6 +566,23 @@ def test_a_trained_model_is_a_start_for_another_run(tiny: Make) -> None:
         with pytest.raises(ValueError, match=words):
             fields = tiny("mag", "fourth").to_dict() | {"model": {"pretrained": first.output, **wrong}}
             train(TrainConfig(**fields), say=lambda words: None)
+
+
+def test_a_gradient_that_is_not_finite_changes_nothing(tiny: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    summed, calls = trainer._summed, []
+
+    def overflowing(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        return summed(logits, labels) * (torch.inf if len(calls) > 2 else 1)
+
+    monkeypatch.setattr(trainer, "_summed", overflowing)
+    config = tiny("mag", steps=4, save_every=2, keep=2)
+    train(config, say=lambda words: None)
+    before, after = (
+        load_file(path / "model.safetensors") for path in (Path(config.output, "checkpoint-2"), Path(config.output))
+    )
+    assert len(calls) > 2 and before.keys() == after.keys()
+    assert all(torch.equal(weight, after[name]) for name, weight in before.items())
 
 
 @pytest.mark.slow

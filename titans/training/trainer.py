@@ -159,6 +159,14 @@ class MemoryTrainer(Trainer):
             parts.append((output.logits, labels))
         return parts, cache
 
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """The norm of the gradients before they are clipped; where it is not finite, they are dropped: one text that the
+        memory overflows with does not cost the weights."""
+        norm = super()._clip_grad_norm(model)
+        if not math.isfinite(norm):
+            model.zero_grad()  # parameters without a gradient stay as they are
+        return norm
+
     # watching
 
     def _wants_stats(self) -> bool:
