@@ -12,7 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from titans.adapters.calibrate import memory_output, probe, start, whiten
+from titans.adapters.calibrate import probe, read_texts, start, whiten
 from titans.adapters.evaluate import MODES, ask, language
 from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, fit, record_texts
 from titans.adapters.model import AdaptedModel, adapt
@@ -71,9 +71,26 @@ def test_a_memory_says_the_same_to_recorded_states_as_in_the_model() -> None:
     start(model, readings)
     with torch.no_grad():
         in_model = model(ids[None]).logits[0]
-        beside = head(model, readings[0].last.float() + memory_output(model, readings)[0])
-    torch.testing.assert_close(beside, in_model, rtol=0, atol=5e-2)
-    assert (in_model - model(ids[None], use_memory=False).logits[0]).abs().max() > 0.1
+        said = model.memory_logits(0, *read_texts(model, 0, readings))[0]
+    torch.testing.assert_close(head(model, readings[0].last.float()) + said, in_model, rtol=0, atol=5e-2)
+    assert said.abs().max() > 0.1
+
+
+def test_a_memory_in_the_middle_adds_to_the_states_there() -> None:
+    model, ids = small(taps=[1], inject=2), some_text()
+    (memory,) = model.memories
+    silent = model(ids[None]).logits
+    torch.testing.assert_close(silent, model(ids[None], use_memory=False).logits, rtol=0, atol=0)
+    torch.nn.init.normal_(memory.to_out.weight)
+    torch.nn.init.normal_(memory.to_value.weight)
+    with torch.no_grad():
+        whole = model(ids[None]).logits
+        first = model(ids[None, :77])
+        rest = model(ids[None, 77:], past_key_values=first.past_key_values)
+    torch.testing.assert_close(torch.cat([first.logits, rest.logits], dim=1), whole, rtol=0, atol=1e-4)
+    assert (whole - silent).abs().max() > 0.1
+    with pytest.raises(ValueError, match="inject is 2; expected head: only there a memory can be started"):
+        start(model, [record(model, ids, [1])])
 
 
 def test_a_reading_survives_its_file_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
@@ -91,10 +108,9 @@ def test_a_reading_survives_its_file_and_a_damaged_one_is_refused(tmp_path: Path
 
 def test_whitening_gives_every_direction_about_the_same_variance() -> None:
     x = torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)) * torch.logspace(1.0, -0.2, 8)
-    y = x @ whiten(x, 8).T
+    y = x @ whiten(x).T
     spread = y.std(0)
     assert spread.max() / spread.min() < 8 < (x.std(0).max() / x.std(0).min())
-    assert whiten(x, 5).shape == (5, 8) and whiten(x, 12).shape == (12, 8)
 
 
 def test_the_probe_finds_the_layer_whose_states_know_what_comes_next() -> None:
@@ -117,10 +133,24 @@ def test_a_started_memory_recalls_what_followed_a_state() -> None:
         words = torch.randperm(256, generator=torch.Generator().manual_seed(seed))[:36]
         ids = torch.cat([words, words[10:15]])  # the first five of six words come again
         with torch.no_grad():
-            said = memory_output(model, [record(model, ids, [1])])[0, -1]
-            scores = model.get_output_embeddings()(said * model.decoder.norm.weight)
+            scores = model.memory_logits(0, *read_texts(model, 0, [record(model, ids, [1])]))[0, -1]
         hits.append(int(scores.argmax()) == int(words[15]))
     assert sum(hits) >= 8
+
+
+def test_an_answer_below_the_floor_says_nothing_and_one_that_is_a_value_names_its_token() -> None:
+    model = small(taps=[0, 1])
+    start(model, [record(model, some_text(200), [1])])
+    (memory,) = model.memories
+    embedding = model.get_input_embeddings().weight
+    with torch.no_grad():
+        x = torch.cat([(embedding[99] - memory.mean[0]) * memory.scale[0], torch.zeros(32)])
+        value = memory.to_value(x)
+        value = value / value.norm()
+        like = memory.likeness(torch.stack([value, 0.1 * value])[None], embedding)[0]
+        said = memory.logits(torch.stack([value, 0.1 * value])[None, None], torch.zeros(1, 2, 1), embedding)[0]
+    assert like[0].argmax() == 99 and like[0, 99] == pytest.approx(1, abs=1e-4)
+    assert said[0].argmax() == 99 and said[1].max() < 0.01 * said[0].max()
 
 
 def test_training_lowers_the_loss_of_answers_and_goes_on_where_it_was_stopped(tmp_path: Path) -> None:
@@ -165,8 +195,8 @@ def test_training_lowers_the_loss_of_answers_and_goes_on_where_it_was_stopped(tm
         record_texts(small(taps=[0, 1]), byte_tokenizer(), [task], None, settings, tmp_path / STATES)
 
 
-def test_only_what_is_added_at_the_end_is_learned_from_recorded_states(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"inject is \[2\]; expected the last layer, 3"):
+def test_only_what_is_said_at_the_head_is_learned_from_recorded_states(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"inject is \[2\]; expected head"):
         fit(small(taps=[0], inject=2), [], tmp_path, FitSettings())
 
 
@@ -251,7 +281,7 @@ def test_controls_tamper_with_the_memory_and_nothing_else() -> None:
     start(model, [record(model, some_text(200), [1])])
     for mode in MODES:
         kept = seen.setdefault(mode, [])
-        hook = model.decoder.norm.register_forward_hook(lambda module, args, out, kept=kept: kept.append(out[0, -1]))
+        hook = model.register_forward_hook(lambda module, args, out, kept=kept: kept.append(out.logits[0, -1]))
         ask(model, tokenizer, task, group, samples=1, modes=[mode])
         hook.remove()
     answers = {mode: kept[-1] for mode, kept in seen.items()}
@@ -269,7 +299,7 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         return result.output
 
     said = titans("calibrate", str(saved), "--out", str(first), "--window", "48", "--samples", "2", "--length", "200")
-    assert "layer   1:" in said and "Keys come from layer" in said
+    assert "layer   1:" in said and said.count("Keys from layers 1") == 2
     fitting = ["fit", str(first), "--out", str(second), "--steps", "3", "--samples", "2", "--lengths", "520"]
     assert "step 3 of 3" in titans(*fitting, "--set", "digits=2")
     said = titans("eval", str(second), "--samples", "1", "--depths", "0.3", "--lengths", "520", "--plain", "1")
@@ -281,12 +311,12 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         (["eval", str(second), "--modes", "magic"], "modes has magic; expected some of memory, reset"),
         (["fit", str(first), "--out", str(second)], "has an adapter already; expected a new folder"),
         (["calibrate", str(saved), "--out", str(second)], "expected a folder that is new or empty"),
-        (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--tap", "9"], "taps is [0, 9]; expected numbers"),
+        (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--taps", "9"], "taps is [0, 9]; expected numbers"),
         (["eval", str(second), "--out", str(tmp_path)], "is a directory, a file name is needed"),
         (["eval", str(second), "--tasks", "parity"], "tasks has parity, which has tokens of its own"),
         (
-            ["calibrate", str(saved), "--out", str(tmp_path / "x"), "--field", "heads=0"],
-            "heads is 0; expected a number",
+            ["calibrate", str(saved), "--out", str(tmp_path / "x"), "--field", "features=0"],
+            "features is 0; expected a whole number",
         ),
         (
             ["calibrate", str(saved), "--out", str(tmp_path / "y"), "--length", "64", "--window", "64"],

@@ -71,7 +71,9 @@ def adapted(family: str = "llama", **options: Any) -> AdaptedModel:
     """A small model with a window and a memory that says something."""
     model = adapt(small(family), **({"window": 8, "sinks": 2} | options)).double().eval()
     for memory in model.memories:
-        torch.nn.init.normal_(memory.to_out.weight, std=0.3, generator=torch.Generator().manual_seed(1))
+        torch.nn.init.constant_(memory.loudness, 20.0)
+        torch.nn.init.constant_(memory.floor, 0.0)
+        torch.nn.init.normal_(memory.to_value.weight, generator=torch.Generator().manual_seed(1))
     return model
 
 
@@ -256,7 +258,7 @@ def test_turning_a_query_is_being_elsewhere() -> None:
         (lambda: small("llama"), {"sinks": -1}, "sinks is -1; expected a whole number of at least 0"),
         (lambda: small("llama"), {"taps": [0, 7]}, "taps is \\[0, 7\\]; expected numbers from 0"),
         (lambda: small("llama"), {"taps": [2], "inject": 2}, "taps is \\[2\\]; expected numbers from 0"),
-        (lambda: small("llama"), {"inject": 4}, "inject is 4; expected a layer from 1 to 3"),
+        (lambda: small("llama"), {"inject": 4}, "inject is 4; expected head, or a layer from 1 to 3"),
         (lambda: small("mistral", sliding_window=16), {"window": 32}, "window is 32; expected at most 16"),
         (lambda: adapted().backbone, {}, "model has a window already"),
     ],

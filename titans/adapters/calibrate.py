@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -10,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from titans.adapters.memory import TapMemory
-from titans.adapters.model import AdaptedModel
+from titans.adapters.memory import TapMemory, above
+from titans.adapters.model import HEAD, AdaptedModel
 from titans.adapters.states import Reading, head
 
 SKIPPED = 8  # the first tokens of a text, whose states are like no others
@@ -19,8 +20,8 @@ RIDGE = 0.1  # what whitening adds to every variance, in units of their mean
 VALUE_SIZE = 5.0  # the length of a value before it is squashed into the unit ball
 COMMON = 50  # so many of the most frequent tokens are not asked for: anybody finds them
 ASKED = 256  # tokens of a text that the probe asks for, at most
-SIZES = (0.3, 1.0, 2.0, 4.0, 7.0, 12.0, 20.0, 35.0)  # of what a memory says at the start
-LOST = 0.01  # nats per token that a start may cost: a loud one learns faster
+LOUDNESS = 60.0  # loud enough to outvote the model where the gate is open
+OPENED, FLOORS = (0.02, 0.05, 0.1, 0.2, 0.4), (0.25, 0.35, 0.45)  # of which a memory starts with the best
 
 
 def probe(readings: Sequence[Reading], window: int) -> dict[int, float]:
@@ -61,70 +62,53 @@ def probe(readings: Sequence[Reading], window: int) -> dict[int, float]:
 
 
 @torch.no_grad()
-def start(model: AdaptedModel, readings: Sequence[Reading]) -> list[float]:
-    """Starts the memories as induction heads, in closed form; returns how loud each begins.
+def start(model: AdaptedModel, readings: Sequence[Reading]) -> list[tuple[float, float]]:
+    """Starts the memories as induction heads, in closed form; returns how far each is open at first, and its floor.
 
-    A key is the whitened state of the token before, a query that of the present token, a value the whitened embedding
-    of the present token: asked with a state, the memory says what followed the states that were like it. What it says
-    is turned into a state that the model's head reads as that token, by least squares over the vocabulary.
+    A query has the features of the whitened state of a token, a key those of the token before, a value is the whitened
+    embedding of the present token: asked with a state, the memory says what followed the states that were like it. How
+    loud it says so is what predicts the texts best.
     """
     chosen = []
     for index, memory in enumerate(model.memories):
         assert isinstance(memory, TapMemory)
+        if model.inject[index] != HEAD:
+            raise ValueError(f"inject is {model.inject[index]}; expected {HEAD}: only there a memory can be started")
         _start_memory(model, memory, model.taps[index], readings)
-        chosen.append(_size(model, index, readings))
-        memory.to_out.weight.mul_(chosen[-1])
+        opened, floor = _loudness(model, index, readings)
+        memory.loudness.fill_(LOUDNESS)
+        memory.to_gate.bias.fill_(math.log(opened / (1 - opened)))
+        memory.floor.fill_(floor)
+        chosen.append((opened, floor))
     return chosen
 
 
 def _start_memory(model: AdaptedModel, memory: TapMemory, taps: Sequence[int], readings: Sequence[Reading]) -> None:
-    width, inner = model.config.hidden_size, memory.heads * memory.head_dim
+    width = model.config.hidden_size
     embedding = next(model.get_input_embeddings().parameters()).float()
     for place, tap in enumerate(taps):
         x = embedding if tap == 0 else torch.cat([reading.states[tap][SKIPPED:].float() for reading in readings])
         memory.mean[place] = x.mean(0)
         memory.scale[place] = 1 / x.std(0).clamp(min=1e-6)
     states = torch.cat([_inputs(memory, taps, reading, embedding)[SKIPPED:] for reading in readings])
-    of_value = taps.index(0) if 0 in taps else len(taps) - 1
-    value = slice(of_value * width, (of_value + 1) * width)
-    key = [channel for channel in range(memory.dim) if len(taps) == 1 or not value.start <= channel < value.stop]
-    words = (embedding - memory.mean[of_value]) * memory.scale[of_value] if 0 in taps else states[:, value]
-    whitened = whiten(words, inner)
+    key = slice(width, None) if len(taps) > 1 else slice(None)
+    words = (embedding - memory.mean[0]) * memory.scale[0]
+    whitened = whiten(words)
     whitened *= VALUE_SIZE / (words @ whitened.T).norm(dim=-1).mean()
-
-    memory.to_qkv.weight.zero_()
-    query = whiten(states[:, key], inner)
-    for part in (0, 1):
-        memory.to_qkv.weight[part * inner : (part + 1) * inner, key] = query
-    memory.to_qkv.weight[2 * inner :, value] = whitened
-    if memory.conv is not None:
-        memory.conv.zero_()
-        memory.conv[-1] = 1.0
-        if memory.conv_kernel > 1:
-            memory.conv[-1, inner : 2 * inner] = 0.0  # the key is the token before
-            memory.conv[-2, inner : 2 * inner] = 1.0
-    if memory.to_gates is not None:
-        memory.to_gates.weight.zero_()
-    memory.to_gate.weight.zero_()
-    memory.to_gate.bias.zero_()
-
-    weight = getattr(model.decoder.norm, "weight", None)
-    rows = next(model.get_output_embeddings().parameters()).float()
-    rows = rows if weight is None else rows * weight.float()
-    wanted = (words if 0 in taps else embedding) @ whitened.T
-    gram = rows.T @ rows
-    gram += RIDGE * gram.diagonal().mean() * torch.eye(width, device=gram.device)
-    memory.to_out.weight.copy_(torch.linalg.solve(gram, rows.T @ wanted))
+    for codes in (memory.to_query, memory.to_key):
+        codes.weight.zero_()
+        codes.bias.zero_()
+        codes.weight[:, key] = whiten(states[:, key])
+    memory.to_value.weight.zero_()
+    memory.to_value.weight[:, :width] = whitened
+    memory.sizes.copy_((words @ whitened.T).norm(dim=-1).clamp(min=1e-6))
 
 
-def whiten(x: Tensor, width: int) -> Tensor:
-    """(width, channels): the directions in which x (samples, channels) varies most, with about the same variance."""
+def whiten(x: Tensor) -> Tensor:
+    """(channels, channels): after it the channels of x (samples, channels) vary about as much in every direction."""
     values, vectors = torch.linalg.eigh(x.T @ x / len(x))
-    values, vectors = values.clamp(min=0).flip(0)[:width], vectors.flip(1)[:, :width]
-    scaled = vectors * (values + RIDGE * values.mean()).rsqrt()
-    if width <= x.shape[1] and width == vectors.shape[0]:
-        return scaled @ vectors.T  # square: as near to the channels as it can be
-    made: Tensor = F.pad(scaled.T, (0, 0, 0, width - scaled.shape[1]))
+    values = values.clamp(min=0)
+    made: Tensor = (vectors * (values + RIDGE * values.mean()).rsqrt()) @ vectors.T
     return made
 
 
@@ -134,30 +118,31 @@ def _inputs(memory: TapMemory, taps: Sequence[int], reading: Reading, embedding:
     return memory.standardise(torch.stack(states, dim=-2))
 
 
-def memory_output(model: AdaptedModel, readings: Sequence[Reading], index: int | None = None) -> Tensor:
-    """What the memories, or one of them, say to texts: (texts, longest time, hidden_size)."""
+def read_texts(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> tuple[Tensor, Tensor]:
+    """What a memory recalls of texts (texts, 1, longest time, width), and how far it is open (texts, time, 1)."""
+    memory = model.memories[index]
+    assert isinstance(memory, TapMemory)
     embedding = next(model.get_input_embeddings().parameters()).float()
-    total: Tensor | None = None
-    for number, memory in enumerate(model.memories):
-        assert isinstance(memory, TapMemory)
-        if index is None or number == index:
-            each = [_inputs(memory, model.taps[number], reading, embedding) for reading in readings]
-            x = pad_sequence(each, batch_first=True)
-            mask = pad_sequence([torch.ones(len(one), dtype=torch.bool, device=x.device) for one in each], True)
-            y = memory(x, None, None if bool(mask.all()) else mask)[0]
-            total = y if total is None else total + y
-    assert total is not None
-    return total
+    each = [_inputs(memory, model.taps[index], reading, embedding) for reading in readings]
+    x = pad_sequence(each, batch_first=True)
+    mask = pad_sequence([torch.ones(len(one), dtype=torch.bool, device=x.device) for one in each], True)
+    y, _ = memory.write(x, memory.init_state(len(x)), None if bool(mask.all()) else mask)
+    return y, memory.output_gate(x)
 
 
-def _size(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> float:
-    """The largest of ``SIZES`` whose output costs no more than ``LOST`` in language."""
-    losses = {size: 0.0 for size in (0.0, *SIZES)}
+def _loudness(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> tuple[float, float]:
+    """How far open, and with which floor, the memory predicts texts best beyond the window."""
+    memory = model.memories[index]
+    assert isinstance(memory, TapMemory)
+    embedding = next(model.get_input_embeddings().parameters()).float()
+    losses = {(opened, floor): 0.0 for opened in OPENED for floor in FLOORS}
     for reading in readings:
-        said = memory_output(model, [reading], index)[0]
         places = torch.arange(min(reading.window, len(reading.ids) // 2), len(reading.ids) - 1, 4)
-        for size in losses:
-            logits = head(model, reading.last[places].to(said.device).float() + size * said[places])
-            losses[size] += float(F.cross_entropy(logits, reading.ids[places + 1].to(said.device)))
-    allowed = losses[0.0] + LOST * len(readings)
-    return max((size for size in SIZES if losses[size] <= allowed), default=SIZES[0])
+        wanted = reading.ids[places + 1].to(embedding.device)
+        like = memory.likeness(read_texts(model, index, [reading])[0][0, 0, places], embedding)
+        logits = head(model, reading.last[places].to(like.device).float())
+        for floor in FLOORS:
+            more = above(like, floor)
+            for opened in OPENED:
+                losses[opened, floor] += float(F.cross_entropy(logits + LOUDNESS * opened * more, wanted))
+    return min(losses, key=lambda pair: losses[pair])

@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from titans.adapters.calibrate import memory_output
+from titans.adapters.calibrate import read_texts
 from titans.adapters.memory import TapMemory
-from titans.adapters.model import AdaptedModel
+from titans.adapters.model import HEAD, AdaptedModel
 from titans.adapters.saving import fingerprint
 from titans.adapters.states import Reading, head, record, window_of
 from titans.files import replacing, write_json
@@ -29,6 +29,9 @@ LANGUAGE = "language"
 CHECKPOINT = "training.pt"
 STATES = "states"
 SAVE_EVERY = 20
+# what is learned of a memory; values stay what they are, and so does its start
+GATES = ("to_gates", "gate_bias", "to_gate", "loudness", "floor")
+LEARNED = (*GATES, "to_query", "to_key", "to_features")
 
 
 @dataclass(frozen=True)
@@ -159,14 +162,14 @@ def fit(
     Each step has texts of tasks, whose answers count, and of plain language; in both, some other tokens count by how
     much better or worse they are predicted than without the memory.
     """
-    if any(where != len(model.decoder.layers) for where in model.inject):
+    if any(where != HEAD for where in model.inject):
         raise ValueError(
-            f"inject is {model.inject}; expected the last layer, {len(model.decoder.layers)}: only what is added there "
-            "can be learned from recorded states"
+            f"inject is {model.inject}; expected {HEAD}: only what is said there can be learned from recorded states"
         )
     memories = [memory for memory in model.memories if isinstance(memory, TapMemory)]
-    gates = [p for memory in memories for name, p in memory.named_parameters() if "gate" in name]
-    others = [p for memory in memories for name, p in memory.named_parameters() if "gate" not in name]
+    named = [(name, p) for memory in memories for name, p in memory.named_parameters() if name.split(".")[0] in LEARNED]
+    gates = [p for name, p in named if name.split(".")[0] in GATES]
+    others = [p for name, p in named if name.split(".")[0] not in GATES]
     groups = [{"params": others, "peak": settings.rate}, {"params": gates, "peak": settings.gate_rate}]
     optimiser = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
     first = 0
@@ -241,23 +244,32 @@ def _losses(
     model: AdaptedModel, readings: Sequence[Reading], settings: FitSettings, rng: random.Random
 ) -> tuple[Tensor, Tensor]:
     """The loss of the answers, and how much worse than without the memory other tokens are predicted."""
-    said = memory_output(model, readings)
+    said = [read_texts(model, index, readings) for index in range(len(model.memories))]
+
+    def logits(text: int, places: Tensor) -> Tensor:
+        found = without(text, places)
+        for index, (y, gate) in enumerate(said):
+            found = found + model.memory_logits(index, y[text : text + 1, :, places], gate[text : text + 1, places])[0]
+        return found
+
+    @torch.no_grad()
+    def without(text: int, places: Tensor) -> Tensor:
+        return head(model, readings[text].last.to(model.device)[places].float())
+
     recall, language = [], []
-    for reading, y in zip(readings, said, strict=True):  # y may be longer
-        ids, last = reading.ids.to(y.device), reading.last.to(y.device).float()
+    for text, reading in enumerate(readings):
+        ids = reading.ids.to(model.device)
         begin, end = min(reading.window, len(ids) // 2), len(ids) - 1
         if reading.answers:
             end = min(end, reading.answers[0].place - 1)
             for answer in reading.answers:
-                places = slice(answer.place - 1, answer.place - 1 + len(answer.wanted))
-                wanted = torch.tensor(answer.wanted, device=y.device)
-                recall.append(F.cross_entropy(head(model, last[places] + y[places]), wanted))
+                places = torch.arange(answer.place - 1, answer.place - 1 + len(answer.wanted), device=model.device)
+                recall.append(F.cross_entropy(logits(text, places), ids[places + 1]))
         if end > begin:
-            at = torch.tensor(sorted(rng.choices(range(begin, end), k=settings.places)), device=y.device)
-            with torch.no_grad():
-                without = F.cross_entropy(head(model, last[at]), ids[at + 1])
-            language.append(F.cross_entropy(head(model, last[at] + y[at]), ids[at + 1]) - without)
-    zero = said.sum() * 0
+            at = torch.tensor(sorted(rng.choices(range(begin, end), k=settings.places)), device=model.device)
+            before = F.cross_entropy(without(text, at), ids[at + 1])
+            language.append(F.cross_entropy(logits(text, at), ids[at + 1]) - before)
+    zero = said[0][0].sum() * 0
     of_answers = torch.stack(recall).mean() if recall else zero
     of_language = torch.stack(language).mean() if language else zero
     share = sum(bool(reading.answers) for reading in readings) / len(readings)

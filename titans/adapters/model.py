@@ -19,9 +19,11 @@ from titans.adapters.window import NAME, View, WindowCache, decoder_of, make_vie
 from titans.ops import MemoryState
 
 BLOCK = 512  # tokens that are read at a time
+HEAD = "head"  # where a memory adds to the logits themselves
+KEYS = (0.2, 0.4)  # of the layers: the states after them are keys
 EVERY = 1 << 30  # a window that no text fills
 # Of a memory: forgetting a four-hundredth per token, as a memory does at its start, is too much for a long text.
-DEFAULTS: dict[str, Any] = {"depth": 1, "momentum": False, "forgetting": False, "conv_kernel": 2}
+DEFAULTS: dict[str, Any] = {"momentum": False, "forgetting": False}
 
 
 @dataclass
@@ -33,6 +35,7 @@ class Call:
         mask: (batch, time) bool, False for padding; None: there is none.
         states: of each memory, before and after the call.
         taps: the hidden states that were tapped, by number.
+        said: what the memories that write at the head said, by their number, and how far each is open.
         use_memory: False: the memories are neither asked nor told.
     """
 
@@ -41,6 +44,7 @@ class Call:
     states: list[MemoryState | None]
     use_memory: bool = True
     taps: dict[int, Tensor] = field(default_factory=dict)
+    said: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 class AdaptedCache(WindowCache):
@@ -108,7 +112,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         window: int,
         sinks: int,
         taps: Sequence[Sequence[int]],
-        inject: Sequence[int],
+        inject: Sequence[int | str],
         settings: Mapping[str, Any],
     ) -> None:
         if backbone.config._attn_implementation == NAME:
@@ -121,25 +125,31 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         if own is not None and window > own:
             raise ValueError(f"window is {window}; expected at most {own}, the window of the model itself")
         for each, where in zip(taps, inject, strict=True):
-            if not 1 <= where <= count:
-                raise ValueError(f"inject is {where}; expected a layer from 1 to {count}")
-            if not each or not all(0 <= tap < where for tap in each):
-                raise ValueError(
-                    f"taps is {list(each)}; expected numbers from 0, the embedding, to {where - 1}, below inject"
-                )
+            _check_places(each, where, count)
         backbone.set_attn_implementation(NAME)
         super().__init__(backbone.config)
         self.backbone = backbone.requires_grad_(False)
         self.window, self.sinks = window, sinks
         self.taps, self.inject = [list(each) for each in taps], list(inject)
         self.settings = dict(DEFAULTS) | dict(settings)
-        size = backbone.config.hidden_size
-        self.memories = nn.ModuleList(TapMemory(len(each), size, **self.settings) for each in taps).to(backbone.device)
+        self.memories = nn.ModuleList(map(self._new_memory, taps, inject))
         self.source: str = backbone.config._name_or_path  # where the backbone comes from
         self.notes: dict[str, Any] = {}  # how the memories came to be what they are
         self.generation_config = backbone.generation_config
         self._decoder = [decoder]  # not a module of its own
         self._hooks: list[Any] = []
+        self.register_hooks()
+
+    def _new_memory(self, taps: Sequence[int], inject: int | str) -> TapMemory:
+        words, size = next(self.get_input_embeddings().parameters()).shape
+        return TapMemory(len(taps), size, words, inject == HEAD, **self.settings).to(self.backbone.device)
+
+    def add_memory(self, taps: Sequence[int], inject: int | str = HEAD) -> None:
+        """One more memory, which is silent at first; see :func:`adapt`."""
+        _check_places(taps, inject, len(self.decoder.layers))
+        self.memories.append(self._new_memory(taps, inject))
+        self.taps.append(list(taps))
+        self.inject.append(inject)
         self.register_hooks()
 
     def register_hooks(self) -> None:
@@ -151,7 +161,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             layers[tap].register_forward_pre_hook(_Tap(tap), with_kwargs=True)
             for tap in sorted({tap for each in self.taps for tap in each})
         ]
-        for where in sorted(set(self.inject)):
+        for where in sorted({where for where in self.inject if isinstance(where, int)}):
             self._hooks.append(layers[where - 1].register_forward_hook(_Inject(self, where), with_kwargs=True))
 
     @property
@@ -238,9 +248,11 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             piece = slice(begin, begin + BLOCK)
             name = "input_ids" if inputs_embeds is None else "inputs_embeds"
             parts.append(self._read({name: given[:, piece]}, mask[:, piece], cache, use_memory))
-        hidden = torch.cat(parts, dim=1)
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-        logits = self.get_output_embeddings()(hidden[:, kept])
+        logits = self.get_output_embeddings()(torch.cat([hidden for hidden, _ in parts], dim=1)[:, kept])
+        for index in parts[0][1]:
+            y, gate = (torch.cat(each, dim=-2) for each in zip(*(said[index] for _, said in parts), strict=True))
+            logits = logits + self.memory_logits(index, y[:, :, kept], gate[:, kept]).to(logits.dtype)
         loss = None
         if labels is not None:
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size)
@@ -257,8 +269,16 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             )
         return attention_mask[:, attention_mask.shape[1] - time :].to(torch.bool)
 
-    def _read(self, given: Mapping[str, Tensor], mask: Tensor, cache: AdaptedCache, use_memory: bool) -> Tensor:
-        """One block: the last hidden states (batch, time, width)."""
+    def memory_logits(self, index: int, y: Tensor, gate: Tensor) -> Tensor:
+        """What a memory that writes at the head adds to the logits, see :meth:`TapMemory.logits`."""
+        memory = self.memories[index]
+        assert isinstance(memory, TapMemory)
+        return memory.logits(y, gate, next(self.get_input_embeddings().parameters()))
+
+    def _read(
+        self, given: Mapping[str, Tensor], mask: Tensor, cache: AdaptedCache, use_memory: bool
+    ) -> tuple[Tensor, dict[int, tuple[Tensor, Tensor]]]:
+        """One block: the last hidden states (batch, time, width), and what memories say to the head."""
         device = self.device
         new, positions = cache.place(mask.to(device))
         frequencies = self.decoder.rotary_emb.inv_freq
@@ -274,21 +294,40 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             view=call,
         )
         cache.cut(new, positions)
+        for index, where in enumerate(self.inject if use_memory else ()):
+            if where == HEAD:
+                memory, x = self._memory_input(call, index)
+                y, call.states[index] = memory.write(x, call.states[index] or memory.init_state(len(x)), call.mask)
+                call.said[index] = y, memory.output_gate(x)
         cache.memories = call.states
-        hidden: Tensor = output.last_hidden_state
-        return hidden
+        return output.last_hidden_state, call.said
+
+    def _memory_input(self, call: Call, index: int) -> tuple[TapMemory, Tensor]:
+        memory = self.memories[index]
+        assert isinstance(memory, TapMemory)
+        return memory, memory.standardise(torch.stack([call.taps[tap] for tap in self.taps[index]], dim=-2))
 
     def read_memories(self, call: Call, where: int) -> Tensor | None:
         """What the memories that write at a layer say to the tokens of a call; None: nothing."""
         total = None
-        for index, memory in enumerate(self.memories):
+        for index in range(len(self.memories)):
             if self.inject[index] != where:
                 continue
-            assert isinstance(memory, TapMemory)
-            x = memory.standardise(torch.stack([call.taps[tap] for tap in self.taps[index]], dim=-2))
+            memory, x = self._memory_input(call, index)
             y, call.states[index] = memory(x, call.states[index], call.mask)
             total = y if total is None else total + y
         return total
+
+
+def _check_places(taps: Sequence[int], inject: int | str, count: int) -> None:
+    """Raises a ``ValueError`` for a memory that listens or speaks where a model of ``count`` layers has nothing."""
+    if inject != HEAD and not (isinstance(inject, int) and 1 <= inject <= count):
+        raise ValueError(f"inject is {inject}; expected {HEAD}, or a layer from 1 to {count}")
+    last = count - 1 if isinstance(inject, str) else inject - 1
+    if not taps or not all(0 <= tap <= last for tap in taps):
+        raise ValueError(f"taps is {list(taps)}; expected numbers from 0, the embedding, to {last}, below inject")
+    if inject == HEAD and taps[0] != 0:
+        raise ValueError(f"taps is {list(taps)}; expected 0 first, the embedding, of which values are made")
 
 
 def _own_window(config: Any) -> int | None:
@@ -330,7 +369,7 @@ class _Inject:
 def adapt(
     model: PreTrainedModel,
     taps: Sequence[int] | Sequence[Sequence[int]] | None = None,
-    inject: int | Sequence[int] | None = None,
+    inject: int | str | Sequence[int | str] = HEAD,
     window: int = 256,
     sinks: int = 4,
     **memory: Any,
@@ -343,8 +382,10 @@ def adapt(
     Args:
         model: of a family with standard attention: Llama, Mistral, Qwen, SmolLM.
         taps: which hidden states the memory reads, 0 for the embedding, i for what layer i returns, counted from 1; one
-            list per memory for several. Default: the embedding and the state after three fifths of the layers.
-        inject: the layer to whose output the memory adds; one per memory. Default: the last.
+            list per memory for several. Default: the embedding and the states after a fifth and two fifths of the
+            layers, which tell what a token follows.
+        inject: where the memory speaks; one per memory. ``"head"``: it adds to the logits; or the layer to whose output
+            it adds.
         window: how many tokens attention sees, the present one included.
         sinks: how many of the first tokens it sees besides.
         memory: settings of :class:`titans.NeuralMemory`.
@@ -353,14 +394,12 @@ def adapt(
     layers = len(decoder.layers)
     several: list[list[int]]
     if taps is None:
-        several = [[0, max(1, round(0.6 * layers))] if layers > 1 else [0]]
+        several = [sorted({0, *(min(layers - 1, max(1, round(share * layers))) for share in KEYS)})]
     elif all(isinstance(tap, int) for tap in taps):
         several = [list(taps)]  # type: ignore[arg-type]
     else:
         several = [list(each) for each in taps]  # type: ignore[arg-type]
-    if inject is None:
-        inject = [layers] * len(several)
-    where = [inject] * len(several) if isinstance(inject, int) else list(inject)
+    where = [inject] * len(several) if isinstance(inject, int | str) else list(inject)
     if len(where) != len(several):
         raise ValueError(f"inject has {len(where)} layers and taps are {len(several)}; expected one for each memory")
     return AdaptedModel(model, decoder, window, sinks, several, where, memory)

@@ -51,11 +51,16 @@ def calibrate(
     out: Annotated[Path, typer.Option(help="The folder for the adapter, new or empty.")] = Path("runs/adapter"),
     window: Annotated[int, typer.Option(min=1, help="How many tokens attention sees.")] = 256,
     sinks: Annotated[int, typer.Option(min=0, help="How many of the first tokens it sees besides.")] = 4,
-    tap: Annotated[
-        int | None, typer.Option(min=1, help="The layer whose states are the memory's keys. Default: by a probe.")
+    taps: Annotated[
+        str | None,
+        typer.Option(
+            help="The layers whose states are a memory's keys, with + between them; with commas, several memories. "
+            "Default: one of a fifth and two fifths of the layers, and one of the layer that a probe finds best."
+        ),
     ] = None,
     field: Annotated[
-        list[str], typer.Option(help="Change a setting of the memory, NAME=VALUE, such as depth=2. May be repeated.")
+        list[str],
+        typer.Option(help="Change a setting of the memory, NAME=VALUE, such as features=1024. May be repeated."),
     ] = [],  # noqa: B006
     samples: Annotated[int, typer.Option(min=1, help="How many texts to look at.")] = 8,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a text.")] = 1024,
@@ -77,27 +82,28 @@ def calibrate(
     with one_sentence((ValueError, TypeError)):
         check_new_folder(out)
         backbone, tokenizer = load_backbone(model, device)
-        taps = None if tap is None else [0, tap]
-        adapted = adapt(backbone, taps=taps, window=window, sinks=sinks, **pairs(field, "--field")).eval()
+        chosen = [[0, *numbers(each.replace("+", ","), "--taps")] for each in names(taps)]
+        adapted = adapt(backbone, taps=chosen or None, window=window, sinks=sinks, **pairs(field, "--field")).eval()
         count = len(adapted.decoder.layers)
-        layers = [tap] if tap is not None else list(range(max(1, count // 3), count, max(1, count // 10)))
+        probed = [] if chosen else list(range(max(1, count // 3), count, max(1, count // 10)))
+        layers = sorted({*probed, *(tap for each in adapted.taps for tap in each)} - {0})
         readings = []
         with bar("reading", samples) as move:
             for number in range(samples):
                 move(number, samples, "texts")
                 ids, _ = draw(LANGUAGE, {}, _path(texts), tokenizer, length, "train", f"{seed} {number}")
                 readings.append(record(adapted, torch.tensor(ids), layers))
-        found = {} if tap is not None else probe(readings, window)
+        found = {layer: share for layer, share in probe(readings, window).items() if layer in probed} if probed else {}
         for layer, share in found.items():
             typer.echo(f"layer {layer:3}: {share:.1%} of what comes again is found by the most similar state")
         if found:
-            best = max(found, key=lambda layer: found[layer])
-            adapted.taps = [[0, best] for _ in adapted.taps]
-            adapted.register_hooks()
-        sizes = start(adapted, readings)
+            adapted.add_memory([0, max(found, key=lambda layer: found[layer])])
+        opened_first = start(adapted, readings)
         adapted.notes = {"command": this_command(), "probe": {str(layer): share for layer, share in found.items()}}
         save_adapter(adapted, out)
-    typer.echo(f"Keys come from layer {adapted.taps[0][-1]} of {count}; the memory starts at a size of {sizes[0]}.")
+    for each, (opened, floor) in zip(adapted.taps, opened_first, strict=True):
+        layers_of_it = " and ".join(map(str, each[1:]))
+        typer.echo(f"Keys from layers {layers_of_it} of {count}: {opened:.0%} open at first, with a floor of {floor}.")
     typer.echo(f"Adapter: {out}")
 
 

@@ -20,7 +20,6 @@ from titans.models.loading import bytes_for, changed, load_model, peak_memory, r
 from titans.report.progress import Progress, silent
 from titans.report.results import FORMAT
 from titans.report.statistics import as_number
-from titans.words import nearest, sentence
 
 WAIT = 60.0  # seconds to wait for another process that is writing results
 Result = dict[str, Any]  # what eval.json holds

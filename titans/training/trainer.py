@@ -160,7 +160,7 @@ class MemoryTrainer(Trainer):
         return parts, cache
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        """The norm of the gradients before they are clipped; where it is not finite, they are dropped: one text that the
+        """The norm of the gradients before they are clipped. Where it is not finite they are dropped: a text that the
         memory overflows with does not cost the weights."""
         norm = super()._clip_grad_norm(model)
         if not math.isfinite(norm):
