@@ -45,27 +45,34 @@ def ask(
         )
         if not example.boundary:
             raise ValueError(f"{task.name} asks without a text before the question; expected a task with one")
-        before = model(_ids(model, example.tokens[: example.boundary]), logits_to_keep=1).past_key_values
-        for mode in modes:
-            if mode == "full":
-                with window_of(model, model.widest):
-                    begun = _ids(model, example.tokens[: example.boundary])
-                    cache = model(begun, use_memory=False, logits_to_keep=1).past_key_values
-                    found[mode].append(_answers(model, cache, example, use_memory=False))
-                continue
+        if "full" in modes:
+            with window_of(model, model.widest):
+                cache = _read(model, example, use_memory=False)
+                found["full"].append(_answers(model, cache, example, use_memory=False))
+        others = [mode for mode in modes if mode != "full"]
+        if not others:
+            continue
+        before = _read(model, example, use_memory=others != ["window"])
+        for mode in others:
             cache = before.copy()
             if mode == "reset":
                 cache.memories = [None] * len(cache.memories)
             elif mode == "swapped":
                 if other is None:  # of a text that is not asked about
                     another = task.draw(random.Random(f"{seed} {task.name} other"), group, split, tokenizer)
-                    read = model(_ids(model, another.tokens[: another.boundary]), logits_to_keep=1)
-                    other = read.past_key_values.memories
+                    other = _read(model, another, use_memory=True).memories
                 cache.memories = list(other)
             found[mode].append(_answers(model, cache, example, use_memory=mode != "window"))
         other = before.memories
     progress(samples, samples, task.name)
     return found
+
+
+def _read(model: AdaptedModel, example: Example, use_memory: bool) -> AdaptedCache:
+    """The cache after the text, before the question."""
+    begun = _ids(model, example.tokens[: example.boundary])
+    cache: AdaptedCache = model(begun, use_memory=use_memory, logits_to_keep=1).past_key_values
+    return cache
 
 
 def _answers(model: AdaptedModel, cache: AdaptedCache, example: Example, use_memory: bool) -> bool:
