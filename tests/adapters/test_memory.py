@@ -12,10 +12,10 @@ from titans.adapters.memory import TapMemory, above
 HIDDEN, WORDS = 8, 20
 
 
-def small(**settings: object) -> TapMemory:
+def small() -> TapMemory:
     """A memory of two taps with weights of its own, in float64."""
     torch.manual_seed(0)
-    memory = TapMemory(2, HIDDEN, WORDS, features=24, momentum=False, forgetting=False, **settings).double()
+    memory = TapMemory(2, HIDDEN, WORDS, features=24, momentum=False, forgetting=False).double()
     for parameter in memory.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     torch.nn.init.zeros_(memory.initial[0])
