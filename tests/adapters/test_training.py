@@ -298,8 +298,11 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         assert result.exit_code == 0, result.output
         return result.output
 
-    said = titans("calibrate", str(saved), "--out", str(first), "--window", "48", "--samples", "2", "--length", "200")
-    assert "layer   1:" in said and said.count("Keys from layers 1") == 2
+    calibrating = ["calibrate", str(saved), "--window", "48", "--samples", "2", "--length", "200"]
+    said = titans(*calibrating, "--out", str(first), "--taps", "probe")
+    assert "layer   1:" in said and said.count("Keys from layers") == 2
+    said = titans(*calibrating, "--out", str(tmp_path / "default"))
+    assert "Keys from layers 1 of 3:" in said and "Keys from layers 2 of 3:" in said and "layer   1:" not in said
     fitting = ["fit", str(first), "--out", str(second), "--steps", "3", "--samples", "2", "--lengths", "520"]
     assert "step 3 of 3" in titans(*fitting, "--set", "digits=2")
     said = titans("eval", str(second), "--samples", "1", "--depths", "0.3", "--lengths", "520", "--plain", "1")
@@ -319,7 +322,18 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
             "features is 0; expected a whole number",
         ),
         (
-            ["calibrate", str(saved), "--out", str(tmp_path / "y"), "--length", "64", "--window", "64"],
+            [
+                "calibrate",
+                str(saved),
+                "--out",
+                str(tmp_path / "y"),
+                "--length",
+                "64",
+                "--window",
+                "64",
+                "--taps",
+                "probe",
+            ],
             "expected longer",
         ),
         (["calibrate", str(tmp_path / "none.gguf"), "--out", str(tmp_path / "x")], "is not there; expected a GGUF"),

@@ -20,7 +20,8 @@ from titans.ops import MemoryState
 
 BLOCK = 512  # tokens that are read at a time
 HEAD = "head"  # where a memory adds to the logits themselves
-KEYS = (0.2, 0.4)  # of the layers: the states after them are keys
+KEYS = (0.2, 0.4)  # of the layers: states that tell what a token follows
+MEANING = (0.5, 0.7)  # states that tell what is talked about
 EVERY = 1 << 30  # a window that no text fills
 # Of a memory: forgetting a four-hundredth per token, as a memory does at its start, is too much for a long text.
 DEFAULTS: dict[str, Any] = {"momentum": False, "forgetting": False}
@@ -319,6 +320,11 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         return total
 
 
+def taps_at(shares: Sequence[float], count: int) -> list[int]:
+    """The embedding and the layers at these shares of all, for :func:`adapt`."""
+    return sorted({0, *(min(count - 1, max(1, round(share * count))) for share in shares)})
+
+
 def _check_places(taps: Sequence[int], inject: int | str, count: int) -> None:
     """Raises a ``ValueError`` for a memory that listens or speaks where a model of ``count`` layers has nothing."""
     if inject != HEAD and not (isinstance(inject, int) and 1 <= inject <= count):
@@ -394,7 +400,7 @@ def adapt(
     layers = len(decoder.layers)
     several: list[list[int]]
     if taps is None:
-        several = [sorted({0, *(min(layers - 1, max(1, round(share * layers))) for share in KEYS)})]
+        several = [taps_at(KEYS, layers)]
     elif all(isinstance(tap, int) for tap in taps):
         several = [list(taps)]  # type: ignore[arg-type]
     else:

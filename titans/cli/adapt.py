@@ -31,6 +31,7 @@ Setting = Annotated[
 ]
 TASKS = "needle-essay"
 RESULTS = "results.json"
+PROBE = "probe"
 
 
 @app.callback(invoke_without_command=True)
@@ -55,7 +56,8 @@ def calibrate(
         str | None,
         typer.Option(
             help="The layers whose states are a memory's keys, with + between them; with commas, several memories. "
-            "Default: one of a fifth and two fifths of the layers, and one of the layer that a probe finds best."
+            "probe: one of a fifth and two fifths of the layers, and one of the layer that a probe on the texts finds "
+            "best. Default: that one, and one of a half and seven tenths."
         ),
     ] = None,
     field: Annotated[
@@ -74,7 +76,7 @@ def calibrate(
 
     from titans.adapters.calibrate import probe, start
     from titans.adapters.fit import LANGUAGE, draw
-    from titans.adapters.model import adapt
+    from titans.adapters.model import MEANING, adapt, taps_at
     from titans.adapters.saving import load_backbone, save_adapter
     from titans.adapters.states import record
     from titans.models.tokenizer import check_new_folder
@@ -82,10 +84,13 @@ def calibrate(
     with one_sentence((ValueError, TypeError)):
         check_new_folder(out)
         backbone, tokenizer = load_backbone(model, device)
-        chosen = [[0, *numbers(each.replace("+", ","), "--taps")] for each in names(taps)]
+        given = () if taps == PROBE else names(taps)
+        chosen = [[0, *numbers(each.replace("+", ","), "--taps")] for each in given]
         adapted = adapt(backbone, taps=chosen or None, window=window, sinks=sinks, **pairs(field, "--field")).eval()
         count = len(adapted.decoder.layers)
-        probed = [] if chosen else list(range(max(1, count // 3), count, max(1, count // 10)))
+        if taps is None:
+            adapted.add_memory(taps_at(MEANING, count))
+        probed = list(range(max(1, count // 3), count, max(1, count // 10))) if taps == PROBE else []
         layers = sorted({*probed, *(tap for each in adapted.taps for tap in each)} - {0})
         readings = []
         with bar("reading", samples) as move:
