@@ -86,7 +86,7 @@ class AdaptedCache(WindowCache):
 
         def count(x: Tensor) -> Tensor:
             nonlocal weight
-            weight += x.nbytes
+            weight += min(x.nbytes, x.untyped_storage().nbytes())  # one zero may stand for a whole momentum
             return x
 
         self.map(count)
