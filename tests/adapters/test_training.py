@@ -261,7 +261,7 @@ def test_an_adapter_of_other_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is damaged: it lacks taps"):
         load_adapter(tmp_path, backbone())
     (tmp_path / SETTINGS).write_text(json.dumps(settings | {"version": 99}))
-    with pytest.raises(ValueError, match="has version 99; expected 1"):
+    with pytest.raises(ValueError, match="has version 99; expected 2"):
         load_adapter(tmp_path, backbone())
 
 

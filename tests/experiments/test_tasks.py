@@ -115,6 +115,9 @@ def test_fields_of_the_models_can_be_changed_at_the_start_and_later(here: list[s
     with pytest.raises(ValueError, match="memory_cach is not a field of the model's config"):
         run_tasks(replace(later, fields={"memory_cach": 8}), tmp_path / "second")
     assert run_tasks(later, tmp_path / "second")["results"][0]["model"]["fields"]["memory_cache_segment_size"] == 8
+    with pytest.raises(ValueError, match=r"^field has 'MCA.window_size': .*MAC"):
+        replace(EXPERIMENT, fields={"MCA.window_size": 4})
+    assert len(replace(EXPERIMENT, fields={"memory_writes": False}).jobs(tmp_path)[0].tests) == 1
 
 
 def test_a_run_that_diverged_does_not_cost_the_report(here: list[str], tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from titans.adapters.fit import LANGUAGE, draw
-from titans.adapters.model import AdaptedCache, AdaptedModel
+from titans.adapters.model import HEAD, AdaptedCache, AdaptedModel
 from titans.adapters.states import window_of
 from titans.report.progress import Progress, silent
 from titans.tasks import Example, Group, Task
@@ -55,6 +55,8 @@ def ask(
         before = _read(model, example, use_memory=others != ["window"])
         for mode in others:
             cache = before.copy()
+            if mode == "window" and any(where != HEAD for where in model.inject):  # which changed later states
+                cache = _read(model, example, use_memory=False)
             if mode == "reset":
                 cache.memories = [None] * len(cache.memories)
             elif mode == "swapped":

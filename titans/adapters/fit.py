@@ -51,11 +51,11 @@ class FitSettings:
         seed: of the texts and of their order.
     """
 
-    steps: int = 240
-    texts: int = 64
+    steps: int = 100
+    texts: int = 44
     lengths: tuple[int, ...] = (1024,)
     batch: int = 2
-    rate: float = 1e-3
+    rate: float = 1e-4
     gate_rate: float = 1e-2
     write_cost: float = 0.0
     places: int = 96
@@ -201,8 +201,8 @@ def fit(
         batch = choose(plans, settings, step, rng)
         recall, language = _losses(model, [Reading.load(states / plan.name) for plan in batch], settings, rng)
         (recall + language).backward()
-        torch.nn.utils.clip_grad_norm_([*gates, *others], 1.0)
-        optimiser.step()
+        if torch.nn.utils.clip_grad_norm_([*gates, *others], 1.0).isfinite():
+            optimiser.step()
         optimiser.zero_grad()
         recent.append((float(recall.detach()), float(language.detach())))
         if len(recent) == SAVE_EVERY or step + 1 == settings.steps:

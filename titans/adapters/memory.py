@@ -1,7 +1,8 @@
-"""The memory of an adapter: it reads the states of some layers of a model, and writes into the state of a later one."""
+"""The memory of an adapter: it reads states of some layers of a model, and speaks at its head or at a later layer."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -68,6 +69,8 @@ class TapMemory(NeuralMemory):
         features = 4 * hidden_size if features is None else features
         if not isinstance(features, int) or features < 1:
             raise ValueError(f"features is {features}; expected a whole number of at least 1")
+        if not isinstance(threshold, int | float) or not math.isfinite(threshold):
+            raise ValueError(f"threshold is {threshold}; expected a number")
         super().__init__(taps * hidden_size, 1, 1, head_dim=hidden_size, conv_kernel=0, **settings)
         self.features, self.threshold = features, threshold
         self.conv_kernel = 2  # a key is made of the token before

@@ -394,7 +394,7 @@ def adapt(
             it adds.
         window: how many tokens attention sees, the present one included.
         sinks: how many of the first tokens it sees besides.
-        memory: settings of :class:`titans.NeuralMemory`.
+        memory: settings of :class:`titans.adapters.memory.TapMemory`, ``features`` and ``threshold`` among them.
     """
     decoder = decoder_of(model)
     layers = len(decoder.layers)

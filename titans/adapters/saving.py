@@ -21,7 +21,7 @@ from titans.words import sentence
 
 SETTINGS, WEIGHTS = "adapter.json", "adapter.safetensors"
 FORMAT = "titans.adapter"
-VERSION = 1
+VERSION = 2
 FIELDS = ("backbone", "fingerprint", "window", "sinks", "taps", "inject", "memory", "notes")
 LOCAL = "local"  # the chat model that comes as a package
 SAMPLED = 64  # numbers of each tensor that the fingerprint looks at

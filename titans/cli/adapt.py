@@ -88,7 +88,7 @@ def calibrate(
         chosen = [[0, *numbers(each.replace("+", ","), "--taps")] for each in given]
         adapted = adapt(backbone, taps=chosen or None, window=window, sinks=sinks, **pairs(field, "--field")).eval()
         count = len(adapted.decoder.layers)
-        if taps is None:
+        if not chosen and taps != PROBE and taps_at(MEANING, count) not in adapted.taps:
             adapted.add_memory(taps_at(MEANING, count))
         probed = list(range(max(1, count // 3), count, max(1, count // 10))) if taps == PROBE else []
         layers = sorted({*probed, *(tap for each in adapted.taps for tap in each)} - {0})
@@ -119,11 +119,11 @@ def fit(
     tasks: Tasks = TASKS,
     setting: Setting = [],  # noqa: B006
     out: Annotated[Path, typer.Option(help="The folder for the trained adapter.")] = Path("runs/adapter-fit"),
-    steps: Annotated[int, typer.Option(help="How many updates to make.")] = 240,
-    samples: Annotated[int, typer.Option(help="How many texts of each kind to record.")] = 64,
+    steps: Annotated[int, typer.Option(help="How many updates to make.")] = 100,
+    samples: Annotated[int, typer.Option(help="How many texts of each kind to record.")] = 44,
     lengths: Annotated[str, typer.Option(help="Tokens of a text, with commas between them.")] = "1024",
     batch: Annotated[int, typer.Option(help="Texts of tasks per update; half as many of plain text besides.")] = 2,
-    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-3,
+    rate: Annotated[float, typer.Option(help="The highest learning rate.")] = 1e-4,
     gate_rate: Annotated[float, typer.Option(help="The highest learning rate of the gates.")] = 1e-2,
     write_cost: Annotated[float, typer.Option(help="The price of a write by every token of a text.")] = 0.0,
     narrow: Annotated[float, typer.Option(help="The share of texts read with a quarter of the window.")] = 0.0,

@@ -63,6 +63,10 @@ class TaskExperiment:
         for name in self.train:
             if name not in known:
                 raise ValueError(f"train has {name!r}: {nearest(name, known)}")
+        for name in self.fields:
+            label = name.partition(".")[0]
+            if "." in name and label not in self.models:
+                raise ValueError(f"field has {name!r}: {nearest(label, self.models)}")
         folders: dict[Path, str] = {}
         for label, model in self.models.items():
             if not isinstance(label, str):
@@ -100,7 +104,8 @@ class TaskExperiment:
                 begun = dict(model) if self.start is None else {"pretrained": _trained(self.start, label, seed)}
                 begun |= fields_of(self.fields, label, model["name"])
                 config = TrainConfig(model=begun, output=str(folder), seed=seed, **self.train)
-                tampered = self.controls if model["name"] in VARIANTS and model.get("memory_writes", True) else ()
+                writes = {**model, **begun}.get("memory_writes", True)
+                tampered = self.controls if model["name"] in VARIANTS and writes else ()
                 made.append(Job(config, (*self.tests, *tampered)))
         return made
 

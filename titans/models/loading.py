@@ -109,7 +109,10 @@ def changed(model: PreTrainedModel, fields: dict[str, Any], new_parameters: bool
 
 def changed_config(known: dict[str, Any], fields: dict[str, Any]) -> PreTrainedConfig:
     """A model's config, given by its fields, with some of them changed; a ``ValueError`` says which one cannot be."""
-    every = AutoConfig.for_model(**known).to_dict()  # a file leaves out those that are at their defaults
+    try:
+        every = AutoConfig.for_model(**known).to_dict()  # a file leaves out those that are at their defaults
+    except Exception as error:  # each config has its own way to refuse a value
+        raise ValueError(f"the config of the model cannot be read: {sentence(error)}") from None
     for name in fields:
         if name not in every:
             raise ValueError(f"{name} is not a field of the model's config: {nearest(name, every)}")

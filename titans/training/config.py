@@ -314,7 +314,7 @@ def load_config(path: Path | None, flags: Sequence[str] = ()) -> TrainConfig:
         shipped = configs_folder().parent / path
         values = read_yaml(shipped if path.parts[0] == "configs" and not path.exists() and shipped.exists() else path)
         values.pop(FINGERPRINT, None)
-    for name, text in _pairs(flags):
+    for name, text in sorted(_pairs(flags), key=lambda pair: pair[0] != "model.pretrained"):  # which drops other fields
         _set(values, name, text)
     _check_names(values)
     return TrainConfig(**{name: _convert(name, value) for name, value in values.items()})
