@@ -75,7 +75,7 @@ def start(model: AdaptedModel, readings: Sequence[Reading]) -> list[tuple[float,
         if model.inject[index] != HEAD:
             raise ValueError(f"inject is {model.inject[index]}; expected {HEAD}: only there a memory can be started")
         _start_memory(model, memory, model.taps[index], readings)
-        opened, floor = _loudness(model, index, readings)
+        opened, floor = _best_opening(model, index, readings)
         memory.loudness.fill_(LOUDNESS)
         memory.to_gate.bias.fill_(math.log(opened / (1 - opened)))
         memory.floor.fill_(floor)
@@ -85,7 +85,7 @@ def start(model: AdaptedModel, readings: Sequence[Reading]) -> list[tuple[float,
 
 def _start_memory(model: AdaptedModel, memory: TapMemory, taps: Sequence[int], readings: Sequence[Reading]) -> None:
     width = model.config.hidden_size
-    embedding = next(model.get_input_embeddings().parameters()).float()
+    embedding = model.embedding.float()
     for place, tap in enumerate(taps):
         x = embedding if tap == 0 else torch.cat([reading.states[tap][SKIPPED:].float() for reading in readings])
         memory.mean[place] = x.mean(0)
@@ -95,10 +95,11 @@ def _start_memory(model: AdaptedModel, memory: TapMemory, taps: Sequence[int], r
     words = (embedding - memory.mean[0]) * memory.scale[0]
     whitened = whiten(words)
     whitened *= VALUE_SIZE / (words @ whitened.T).norm(dim=-1).mean()
+    coded = whiten(states[:, key])
     for codes in (memory.to_query, memory.to_key):
         codes.weight.zero_()
         codes.bias.zero_()
-        codes.weight[:, key] = whiten(states[:, key])
+        codes.weight[:, key] = coded
     memory.to_value.weight.zero_()
     memory.to_value.weight[:, :width] = whitened
     memory.sizes.copy_((words @ whitened.T).norm(dim=-1).clamp(min=1e-6))
@@ -122,7 +123,7 @@ def read_texts(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> 
     """What a memory recalls of texts (texts, 1, longest time, width), and how far it is open (texts, time, 1)."""
     memory = model.memories[index]
     assert isinstance(memory, TapMemory)
-    embedding = next(model.get_input_embeddings().parameters()).float()
+    embedding = model.embedding.float()
     each = [_inputs(memory, model.taps[index], reading, embedding) for reading in readings]
     x = pad_sequence(each, batch_first=True)
     mask = pad_sequence([torch.ones(len(one), dtype=torch.bool, device=x.device) for one in each], True)
@@ -130,11 +131,11 @@ def read_texts(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> 
     return y, memory.output_gate(x)
 
 
-def _loudness(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> tuple[float, float]:
+def _best_opening(model: AdaptedModel, index: int, readings: Sequence[Reading]) -> tuple[float, float]:
     """How far open, and with which floor, the memory predicts texts best beyond the window."""
     memory = model.memories[index]
     assert isinstance(memory, TapMemory)
-    embedding = next(model.get_input_embeddings().parameters()).float()
+    embedding = model.embedding.float()
     losses = {(opened, floor): 0.0 for opened in OPENED for floor in FLOORS}
     for reading in readings:
         places = torch.arange(min(reading.window, len(reading.ids) // 2), len(reading.ids) - 1, 4)

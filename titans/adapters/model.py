@@ -142,7 +142,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         self.register_hooks()
 
     def _new_memory(self, taps: Sequence[int], inject: int | str) -> TapMemory:
-        words, size = next(self.get_input_embeddings().parameters()).shape
+        words, size = self.embedding.shape
         return TapMemory(len(taps), size, words, inject == HEAD, **self.settings).to(self.backbone.device)
 
     def add_memory(self, taps: Sequence[int], inject: int | str = HEAD) -> None:
@@ -196,6 +196,11 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
     def get_input_embeddings(self) -> nn.Module:
         """Of the backbone."""
         return self.backbone.get_input_embeddings()
+
+    @property
+    def embedding(self) -> Tensor:
+        """(vocabulary, width), the vectors of the backbone's tokens."""
+        return next(self.get_input_embeddings().parameters())
 
     def get_output_embeddings(self) -> nn.Module:
         """Of the backbone."""
@@ -274,7 +279,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         """What a memory that writes at the head adds to the logits, see :meth:`TapMemory.logits`."""
         memory = self.memories[index]
         assert isinstance(memory, TapMemory)
-        return memory.logits(y, gate, next(self.get_input_embeddings().parameters()))
+        return memory.logits(y, gate, self.embedding)
 
     def _read(
         self, given: Mapping[str, Tensor], mask: Tensor, cache: AdaptedCache, use_memory: bool

@@ -55,9 +55,9 @@ def calibrate(
     taps: Annotated[
         str | None,
         typer.Option(
-            help="The layers whose states are a memory's keys, with + between them; with commas, several memories. "
-            "probe: one of a fifth and two fifths of the layers, and one of the layer that a probe on the texts finds "
-            "best. Default: that one, and one of a half and seven tenths."
+            help="Layers whose states are a memory's keys, joined by +; commas between several memories, such as "
+            "6+12,15+21. Default: two memories, at 20% and 40% of the layers, and at 50% and 70%. With probe, the second "
+            "listens at the layer that a probe on the texts finds best."
         ),
     ] = None,
     field: Annotated[
@@ -107,8 +107,8 @@ def calibrate(
         adapted.notes = {"command": this_command(), "probe": {str(layer): share for layer, share in found.items()}}
         save_adapter(adapted, out)
     for each, (opened, floor) in zip(adapted.taps, opened_first, strict=True):
-        layers_of_it = " and ".join(map(str, each[1:]))
-        typer.echo(f"Keys from layers {layers_of_it} of {count}: {opened:.0%} open at first, with a floor of {floor}.")
+        keys = " and ".join(map(str, each[1:]))
+        typer.echo(f"Keys from layers {keys} of {count}: {opened:.0%} open at first, with a floor of {floor}.")
     typer.echo(f"Adapter: {out}")
 
 
