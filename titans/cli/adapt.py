@@ -56,7 +56,7 @@ def calibrate(
         str | None,
         typer.Option(
             help="Layers whose states are a memory's keys, joined by +; commas between several memories, such as "
-            "6+12,15+21. Default: two memories, at 20% and 40% of the layers, and at 50% and 70%. With probe, the second "
+            "6+12,15+21. Default: two memories, at 20% and 40% of the layers, and at 50% and 70%. probe: the second "
             "listens at the layer that a probe on the texts finds best."
         ),
     ] = None,
