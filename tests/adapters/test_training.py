@@ -307,8 +307,11 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
     assert "step 3 of 3" in titans(*fitting, "--set", "digits=2")
     said = titans("eval", str(second), "--samples", "1", "--depths", "0.3", "--lengths", "520", "--plain", "1")
     assert "needle-essay" in said and "language" in said
-    results = json.loads((second / "results.json").read_text())
-    assert {figure["task"] for figure in results["figures"]} == {"needle-essay", "language"}
+    titans("eval", str(second), "--samples", "1", "--depths", "0.3", "--lengths", "520", "--plain", "0", "--seed", "1")
+    first_time, again = json.loads((second / "results.json").read_text())["evaluations"]
+    assert {figure["task"] for figure in first_time["figures"]} == {"needle-essay", "language"}
+    assert [figure["task"] for figure in again["figures"]] == ["needle-essay"]
+    (tmp_path / "other.json").write_text("[]")
     for arguments, message in (
         (["eval", str(tmp_path / "nowhere")], "is not there; expected a folder written by titans adapt"),
         (["eval", str(second), "--modes", "magic"], "modes has magic; expected some of memory, reset"),
@@ -316,6 +319,7 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         (["calibrate", str(saved), "--out", str(second)], "expected a folder that is new or empty"),
         (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--taps", "9"], "taps is [0, 9]; expected numbers"),
         (["eval", str(second), "--out", str(tmp_path)], "is a directory, a file name is needed"),
+        (["eval", str(second), "--out", str(tmp_path / "other.json")], "has no results of titans adapt eval; expected"),
         (["eval", str(second), "--tasks", "parity"], "tasks has parity, which has tokens of its own"),
         (
             ["calibrate", str(saved), "--out", str(tmp_path / "x"), "--field", "features=0"],

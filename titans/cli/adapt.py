@@ -176,7 +176,7 @@ def evaluate(
     ),
     split: Annotated[str, typer.Option(help="Which part of the texts: test or validation.")] = "test",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the texts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A JSON file for the figures. Default: in the adapter.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A JSON file that gets the figures, beside those it has. Default: in the adapter.")] = None,
     device: Device = "auto",
 ) -> None:
     """Ask for what stands far back, with the memory as it is, reset, swapped and off, and with full attention."""
@@ -200,6 +200,7 @@ def evaluate(
             raise ValueError(f"split is {split!r}; expected test or validation")
         asked = _tasks(tasks, setting, texts, {"lengths": lengths, "depths": depths})
         results = check_output(out or adapter / RESULTS)
+        earlier = _evaluations(results)
         read_settings(adapter)
         model, tokenizer = load_adapter(adapter, device=device)
         rows, figures = [], []
@@ -220,9 +221,23 @@ def evaluate(
                 figures.append({"task": "language", "length": length, "losses": losses})
                 shown = [f"{mean(losses[mode]):.4f}" if mode in losses else "" for mode in wanted]
                 rows.append(("language, nats per token", f"{length:,}", *shown))
-        write_json(results, {"command": this_command(), "split": split, "figures": figures})
+        mine = {"command": this_command(), "split": split, "figures": figures}
+        write_json(results, {"evaluations": [*earlier, mine]})
     print_table(Console(), Table(("task", "tokens", *wanted), rows))
     typer.echo(f"Results: {results}")
+
+
+def _evaluations(results: Path) -> list[dict[str, Any]]:
+    """What a file of results has so far, the oldest first; none if it is not there."""
+    import json
+
+    if not results.exists():
+        return []
+    try:
+        found = json.loads(results.read_text(encoding="utf-8"))
+        return list(found["evaluations"])
+    except (KeyError, TypeError, ValueError):
+        raise ValueError(f"{results} has no results of titans adapt eval; expected another file for --out") from None
 
 
 def _share(hits: list[bool]) -> str:
