@@ -70,7 +70,7 @@ def test_the_list_of_tasks_names_them_all(capsys: pytest.CaptureFixture[str]) ->
         (("--tasks", "needles"), "task is 'needles': did you mean needle-"),
         (("--tasks", "recall", "--set", "pears=2"), "pears is not a setting of recall"),
         (("--tasks", "recall", "--set", "pairs"), "--set takes NAME=VALUE, got 'pairs'."),
-        (("--tasks", "recall", "--control", "off"), "control is 'off'; expected one of no-writes, reset, swap"),
+        (("--tasks", "recall", "--control", "off"), "control is 'off'; expected some of none, no-writes, reset, swap"),
         (("--tasks", "needle-essay", "--set", "haystack=nowhere"), "nowhere has no text"),
         (("--tasks", "perplexity"), "perplexity needs text; expected the setting data"),
         (("--tasks", "recall", "--field", "memory_size=2"), "memory_size is not a field of the model's config"),

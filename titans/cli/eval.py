@@ -56,7 +56,7 @@ def evaluate(
 
     from titans.evaluation.evaluate import WAIT, results_folder
     from titans.evaluation.evaluate import evaluate as run
-    from titans.evaluation.measure import Evaluation
+    from titans.evaluation.measure import CONTROLS, Evaluation
     from titans.files import EVAL, locked
     from titans.report.results import load_results, print_tables, write_report
 
@@ -70,6 +70,9 @@ def evaluate(
             fields=pairs(field, "--field"),
         )
         controls = dict.fromkeys(names(control) or (NONE,))
+        for each in controls:
+            if each not in (NONE, *CONTROLS):
+                raise ValueError(f"control is {each!r}; expected some of {', '.join((NONE, *CONTROLS))}")
         asked = [dataclasses.replace(evaluation, control=None if each == NONE else each) for each in controls]
         with bar() as move:
             run(model, asked, folder, device=device, overwrite=overwrite, progress=move, command=this_command())
