@@ -176,7 +176,9 @@ def evaluate(
     ),
     split: Annotated[str, typer.Option(help="Which part of the texts: test or validation.")] = "test",
     seed: Annotated[int, typer.Option(min=0, help="Seed of the texts.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="A JSON file that gets the figures, beside those it has. Default: in the adapter.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="A JSON file to add the figures to. Default: in the adapter.")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Ask for what stands far back, with the memory as it is, reset, swapped and off, and with full attention."""
