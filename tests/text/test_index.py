@@ -281,6 +281,11 @@ def test_a_file_made_while_its_user_was_erased_does_not_stay(
     assert files(store) == set() and segments(store) == []
 
 
+def test_a_small_file_is_the_same_each_time_it_is_made() -> None:
+    vectors = unit(1_000, 0)
+    assert len({module._make_file(np.arange(1_000), vectors) for _ in range(8)}) == 1
+
+
 @pytest.mark.parametrize("after", [False, True])
 def test_a_file_that_is_being_made_outlives_what_others_erase(
     open_store: Callable[[], SqliteStore], monkeypatch: pytest.MonkeyPatch, after: bool

@@ -12,8 +12,8 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="writers are for
 
 
 def test_writers_that_are_killed_lose_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    figures = figures_of(PROGRAM, tmp_path / "work", "--rounds", 2, "--seconds", 0.7, "--engines", *ENGINES)
-    assert [each["rounds"] for each in figures.values()] == [2] * len(ENGINES)
+    figures = figures_of(PROGRAM, tmp_path / "work", "--rounds", 3, "--seconds", 1.5, "--engines", *ENGINES)
+    assert [each["rounds"] for each in figures.values()] == [3] * len(ENGINES)
     assert all(each["most_records"] > 0 for each in figures.values())
 
 
