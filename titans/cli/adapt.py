@@ -190,7 +190,8 @@ def evaluate(
 
     from titans.adapters.evaluate import MODES, ask, language
     from titans.adapters.saving import load_adapter, read_settings
-    from titans.files import write_json
+    from titans.evaluation.evaluate import WAIT
+    from titans.files import locked, write_json
     from titans.report.page import Table, print_table
 
     with one_sentence((ValueError, TypeError)):
@@ -202,7 +203,7 @@ def evaluate(
             raise ValueError(f"split is {split!r}; expected test or validation")
         asked = _tasks(tasks, setting, texts, {"lengths": lengths, "depths": depths})
         results = check_output(out or adapter / RESULTS)
-        earlier = _evaluations(results)
+        _evaluations(results)  # refuses another file before the work, not after it
         read_settings(adapter)
         model, tokenizer = load_adapter(adapter, device=device)
         rows, figures = [], []
@@ -224,7 +225,8 @@ def evaluate(
                 shown = [f"{mean(losses[mode]):.4f}" if mode in losses else "" for mode in wanted]
                 rows.append(("language, nats per token", f"{length:,}", *shown))
         mine = {"command": this_command(), "split": split, "figures": figures}
-        write_json(results, {"evaluations": [*earlier, mine]})
+        with locked(results.parent, "titans adapt eval", WAIT):  # another process may have added to the file
+            write_json(results, {"evaluations": [*_evaluations(results), mine]})
     print_table(Console(), Table(("task", "tokens", *wanted), rows))
     typer.echo(f"Results: {results}")
 

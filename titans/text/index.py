@@ -27,7 +27,7 @@ LEAST = 1_000  # fewer than this are never worth a file
 KEPT = 300_000  # records whose sequence numbers are kept in memory, over all users
 WIDER = 4  # factor by which more is asked of a file when not all of its records may be found
 EXPANSION = 64  # candidates that usearch follows
-ALONE = 2_000  # vectors of a file that one thread makes: of those that several began, one in sixty found less
+ONE_THREAD = 2_000  # vectors that one thread adds: of small graphs that several threads made, one in sixty found less
 
 
 def nearest_exact(matrix: np.ndarray, vector: np.ndarray, many: int) -> tuple[np.ndarray, np.ndarray]:
@@ -293,7 +293,7 @@ def _usearch() -> Any:
 def _make_file(seqs: np.ndarray, vectors: np.ndarray) -> bytes:
     """The bytes of an index of vectors (n, width), whose keys are sequence numbers."""
     index = _usearch()(ndim=vectors.shape[1], metric="cos", dtype="f16", expansion_add=128)
-    index.add(seqs.astype(np.uint64), vectors, threads=1 if len(seqs) <= ALONE else 0)
+    index.add(seqs.astype(np.uint64), vectors, threads=1 if len(seqs) <= ONE_THREAD else 0)
     return bytes(index.save())
 
 
