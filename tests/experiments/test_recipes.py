@@ -96,8 +96,11 @@ def test_settings_go_to_the_training_and_to_the_tests_that_have_them() -> None:
 def test_babilong_asks_more_of_stories_that_follow_rules() -> None:
     ruled, other = find_experiment("babilong", {"task": "qa2"}), find_experiment("babilong", {"task": "qa4"})
     assert (ruled.name, ruled.title) == ("babilong-qa2", "BABILong qa2")
-    assert ruled.train["task"] == {"questions": 7, "babi.longest": 256, "also": ["qa1"], "task": "qa2"}
-    assert ruled.models["mac"]["num_hidden_layers"] == 3 and ruled.train["steps"] == 1600
+    asked = {"questions": 10, "also": ["qa1", "who"], "babi.ask": "end"}
+    assert ruled.train["task"] == {"babi.longest": 256, "task": "qa2"} | asked
+    assert ruled.models["mac"]["num_hidden_layers"] == 4 and ruled.train["steps"] == 1600
+    assert ruled.models["mac"]["memory_conv_start"] == "mean"
+    assert "memory_conv_start" not in find_experiment("babilong").models["mac"]
     assert (other.train["data"], other.train["shortest"], other.train["task"]) == (
         "task:babilong",
         512,

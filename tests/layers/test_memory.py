@@ -428,6 +428,30 @@ def test_local_heads_start_with_mixtures_of_tokens_and_fast_forgetting(
     assert (k[:, :count].abs() <= 0.5).all() and (k[-1, count:] > 0.5).all() and (v[-1] > 0.5).all()
 
 
+def test_convolutions_start_with_the_present_token_or_the_mean_of_the_last() -> None:
+    for start, expected in (("token", [0.0, 0.0, 0.0, 1.0]), ("mean", [0.5, 0.5, 0.5, 0.5])):
+        layer = NeuralMemory(256, 2, local_heads=0, conv_start=start)
+        assert layer.conv is not None
+        torch.testing.assert_close(layer.conv.mean(1), torch.tensor(expected), atol=0.03, rtol=0)
+        q, k, _ = layer.conv.chunk(3, dim=1)
+        assert torch.equal(q, k)
+
+
+@torch.no_grad()
+def test_keys_that_start_with_the_mean_are_alike_wherever_a_word_stands() -> None:
+    torch.manual_seed(0)
+    gained = {}
+    for start in ("token", "mean"):
+        layer = NeuralMemory(64, 1, conv_kernel=8, conv_start=start)
+        facts, asked, others = torch.randn(3, 50, 6, 64)
+        asked[:, 4] = facts[:, 0]  # the same word at another place
+        (_, k), (q, _), (unrelated, _) = (
+            layer._project(x, layer.init_state(50).conv, None)[:2] for x in (facts, asked, others)
+        )
+        gained[start] = float(((q - unrelated)[:, 0, -1] * k[:, 0, -1]).sum(-1).mean())
+    assert gained["mean"] > 0.05 > abs(gained["token"])
+
+
 @pytest.mark.parametrize("gates", ["token", "constant"])
 def test_gates_with_a_cutoff_start_as_without_one(gates: str) -> None:
     torch.manual_seed(0)
@@ -494,6 +518,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "head_dim is 0; expected a whole number of at least 1": {"head_dim": 0},
     "chunk_size is 0; expected a whole number of at least 1": {"chunk_size": 0},
     "conv_kernel is -1; expected 0 (none) or the kernel's width": {"conv_kernel": -1},
+    "conv_start is 'sum'; expected one of token, mean": {"conv_start": "sum"},
     "local_heads is 3; expected a whole number from 0 to heads, 2, or None": {"local_heads": 3},
     "theta_max is 2; expected a number in (0, 1]": {"theta_max": 2},
     "gate_cutoff is 1; expected a number in [0, 1)": {"gate_cutoff": 1},

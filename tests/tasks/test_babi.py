@@ -14,7 +14,7 @@ from titans.tasks.background import split_of
 from titans.tasks.base import SPLITS, WrongLengthError, example
 
 BYTES = byte_tokenizer()
-LINE = re.compile(rf" ((?:{'|'.join(PERSONS)}) [a-z ]+\.)|\nQuestion: (.*\?)\nAnswer: ([a-z]+)")
+LINE = re.compile(rf" ((?:{'|'.join(PERSONS)}) [a-z ]+\.)|\nQuestion: (.*\?)\nAnswer: ([A-Za-z]+)")
 
 STORY = """\
 1 Mary went to the kitchen.
@@ -51,7 +51,10 @@ def answer_to(facts: list[str], question: str) -> str:
             where[target] = where[person]
         else:
             has[person].remove(target)
-    return where[question.rstrip("?").split()[-1]]
+    asked = question.rstrip("?").split()[-1]
+    if question.startswith("Who has"):
+        return next(person for person, held in has.items() if asked in held)
+    return where[asked]
 
 
 @given(st.sampled_from(["qa1", "qa2"]), st.integers(0, 10**6))
@@ -205,6 +208,41 @@ def test_questions_that_cannot_be_worked_out_are_asked_at_the_end(tmp_path: Path
     )
 
 
+@given(st.sampled_from(["qa1", "qa2"]), st.integers(150, 800), st.sampled_from(SPLITS), st.integers(0, 10**6))
+@settings(max_examples=60, deadline=None)
+def test_all_may_be_asked_at_the_end_each_question_once(task: str, length: int, split: str, seed: int) -> None:
+    also = ("qa1", "who") if task == "qa2" else ()
+    drawn = example(Babi(task=task, ask="end", also=also), split, seed, 0, length, BYTES)
+    assert len(drawn.tokens) <= length
+    lines = LINE.findall(BYTES.decode(drawn.tokens))
+    facts = [fact for fact, _, _ in lines if fact]
+    questions = [(question, answer) for _, question, answer in lines if question]
+    assert [bool(fact) for fact, _, _ in lines] == [True] * len(facts) + [False] * len(questions)
+    assert len(dict(questions)) == len(questions) == len(drawn.answers)
+    assert all(answer == answer_to(facts, question) for question, answer in questions)
+    assert all(split_of(" ".join([*facts, question])) == split for question, _ in questions)
+    assert BYTES.decode(drawn.tokens[drawn.boundary :]).startswith("\nQuestion: ")
+
+
+def test_questions_at_the_end_are_many_and_of_all_kinds(tmp_path: Path) -> None:
+    task = Babi(task="qa2", ask="end", also=("qa1", "who"))
+    drawn = [example(task, "train", 0, number, 600, BYTES) for number in range(40)]
+    assert sum(len(each.answers) for each in drawn) > 100
+    words = " ".join(BYTES.decode(each.tokens) for each in drawn)
+    assert all(question in words for question in ("Where is Mary?", "Where is the milk?", "Who has the milk?"))
+    (tmp_path / "qa5_a_train.txt").write_text("1 Bill gave the milk to Mary.\n2 Who has it?\tMary\t1\n" * 10)
+    other = example(Babi(data=str(tmp_path), task="qa5", ask="end"), "train", 0, 0, 300, BYTES)
+    assert BYTES.decode(other.tokens) == " Bill gave the milk to Mary.\nQuestion: Who has it?\nAnswer: Mary"
+    with pytest.raises(ValueError, match=r"^ask is 'never'; expected one of throughout, end$"):
+        Babi(ask="never")
+
+
+def test_who_has_a_thing_follows_from_the_facts() -> None:
+    facts = ["Mary went to the kitchen.", "Mary got the milk there.", "John took the apple."]
+    assert [story.answer for story in answered(facts, "who")] == ["John", "Mary"]
+    assert [story.answer for story in answered([*facts, "Mary dropped the milk."], "who")] == ["John"]
+
+
 def test_stories_of_qa2_may_be_asked_about_people_too_in_training_alone() -> None:
     both = Babi(task="qa2", also=("qa1",))
     texts = [BYTES.decode(example(both, "train", 0, number, 600, BYTES).tokens) for number in range(20)]
@@ -218,7 +256,7 @@ def test_stories_of_qa2_may_be_asked_about_people_too_in_training_alone() -> Non
     tested = [BYTES.decode(example(both, "test", 0, number, {"facts": 8}, BYTES).tokens) for number in range(10)]
     assert all("Where is the" in text for text in tested)
     for task, also in (("qa2", ("qa3",)), ("qa2", ("qa1", "qa1")), ("qa2", "qa1"), ("qa1", ("qa2",))):
-        with pytest.raises(ValueError, match=r"^also is .* and task is .*; expected \('qa1',\) with qa2, or nothing$"):
+        with pytest.raises(ValueError, match=r"^also is .* and task is .*; expected \('qa1', 'who'\) or one of them"):
             Babi(task=task, also=also)  # type: ignore[arg-type]
 
 

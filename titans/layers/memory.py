@@ -42,6 +42,7 @@ from titans.ops.state import CachedSegments
 MODES = ("chunked", "exact", "recurrent")
 GATE_SOURCES = ("token", "constant")
 HOMES = ("start", "zero")
+CONV_STARTS = ("token", "mean")
 BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
@@ -85,6 +86,9 @@ class NeuralMemory(nn.Module):
         decay_first: take the gradient at the weights after forgetting, as Gated DeltaNet does; not in chunked mode.
         unit_keys: scale queries and keys to length 1.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
+        conv_start: what the convolutions pass on at first: ``"token"``, the present token; ``"mean"``, the last
+            ``conv_kernel`` tokens alike, so that words of one sentence are bound to each other in whatever order they
+            stand. Training may change either.
         local_heads: how many heads start with keys that mix the last tokens and with fast forgetting, which suits
             text; the others start with the present token as key and slow forgetting, which suits looking things up.
             Training may change either. None: all but one.
@@ -138,6 +142,7 @@ class NeuralMemory(nn.Module):
         decay_first: bool = False,
         unit_keys: bool = True,
         conv_kernel: int = 4,
+        conv_start: str = "token",
         local_heads: int | None = None,
         momentum: bool = True,
         forgetting: bool = True,
@@ -186,6 +191,8 @@ class NeuralMemory(nn.Module):
             raise ValueError(f"checkpoint_every is {checkpoint_every}; expected a whole number of at least 1")
         if conv_kernel < 0:
             raise ValueError(f"conv_kernel is {conv_kernel}; expected 0 (none) or the kernel's width")
+        if conv_start not in CONV_STARTS:
+            raise ValueError(f"conv_start is {conv_start!r}; expected one of {', '.join(CONV_STARTS)}")
         if local_heads is not None and not 0 <= local_heads <= heads:
             raise ValueError(f"local_heads is {local_heads}; expected a whole number from 0 to heads, {heads}, or None")
         if not 0 < theta_max <= 1:
@@ -233,7 +240,7 @@ class NeuralMemory(nn.Module):
         self.sweeps = sweeps
         self._network = MemoryMLP(activation=activation, bias=bias, residual=residual)
         self.loss, self.optimiser, self.decay_first, self.unit_keys = loss, optimiser, decay_first, unit_keys
-        self.conv_kernel = conv_kernel
+        self.conv_kernel, self.conv_start = conv_kernel, conv_start
         self.local_heads = heads - 1 if local_heads is None else local_heads
         self.momentum, self.forgetting, self.gates = momentum, forgetting, gates
         self.forget_to = forget_to
@@ -281,8 +288,11 @@ class NeuralMemory(nn.Module):
         self.to_qkv.weight[:inner] = self.to_qkv.weight[inner : 2 * inner]
         if self.conv is not None:
             nn.init.normal_(self.conv, std=0.1)
-            self.conv[-1] += 1.0  # the present token passes
             reach = self.conv_kernel**-0.5
+            if self.conv_start == "mean":
+                self.conv += reach
+            else:
+                self.conv[-1] += 1.0
             nn.init.uniform_(self.conv[:, inner : inner + self.local_heads * self.head_dim], -reach, reach)
             self.conv[:, :inner] = self.conv[:, inner : 2 * inner]
         local, alpha = self.local_heads, torch.full((self.heads,), SLOWEST)

@@ -116,6 +116,7 @@ class TitansConfig(PreTrainedConfig):
     memory_decay_first: bool = False
     memory_unit_keys: bool = True
     memory_conv_kernel: int = 4
+    memory_conv_start: str = "token"
     memory_local_heads: int | None = None
     memory_momentum: bool = True
     memory_forgetting: bool = True
@@ -193,14 +194,14 @@ class TitansConfig(PreTrainedConfig):
     def _check_each(self) -> None:
         """Each field by itself."""
         from titans.layers.binding import BINDINGS
-        from titans.layers.memory import GATE_SOURCES, HOMES, MODES
+        from titans.layers.memory import CONV_STARTS, GATE_SOURCES, HOMES, MODES
         from titans.ops.losses import LOSSES
         from titans.ops.network import ACTIVATIONS
 
         choices = {
             "variant": VARIANTS, "ffn": FFNS, "gate": GATES, "memory_mode": MODES, "memory_loss": LOSSES,
             "memory_activation": ACTIVATIONS, "memory_gates": GATE_SOURCES, "memory_forget_to": HOMES,
-            "memory_binding": BINDINGS, "pooling": POOLINGS, "preset": PRESETS,
+            "memory_conv_start": CONV_STARTS, "memory_binding": BINDINGS, "pooling": POOLINGS, "preset": PRESETS,
         }  # fmt: skip
         least = LEAST | {"vocab_size": self.least_vocabulary}
         check_fields(self, TitansConfig.__annotations__, choices, least, MOST)

@@ -48,21 +48,25 @@ class Story(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """Stories of a task whose questions our own rules can answer.
+    """Questions that our own rules can answer.
 
     Attributes:
-        fewest, most: how many facts our own stories have; they go on past ``most`` until something was taken.
         asked: whom or what a question may be about.
         question: with a gap for that.
     """
 
-    fewest: int
-    most: int
     asked: tuple[str, ...]
     question: str
 
 
-KINDS = {"qa1": Kind(2, 10, PERSONS, "Where is {}?"), "qa2": Kind(3, 20, THINGS, "Where is the {}?")}
+QUESTIONS = {
+    "qa1": Kind(PERSONS, "Where is {}?"),
+    "qa2": Kind(THINGS, "Where is the {}?"),
+    "who": Kind(THINGS, "Who has the {}?"),  # not a task of bAbI: the first half of the way to an answer of qa2
+}
+FACTS = {"qa1": (2, 10), "qa2": (3, 20)}  # how many our own stories have; they go on until something was taken
+ALSO = ("qa1", "who")
+TIMES = ("throughout", "end")
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,8 @@ class StoryTask(Task):
         data: a folder with bAbI files such as qa1_single-supporting-fact_train.txt; None: stories of our own, which
             exist for qa1 and qa2.
         task: qa1 to qa5.
-        also: ("qa1",) with qa2: training asks the same stories about people as well, since where a thing is follows
-            from where people are.
+        also: ("qa1", "who"), or one of them, with qa2: training asks the same stories where people are and who has a
+            thing as well, since where a thing is follows from these.
     """
 
     data: str | None = None
@@ -84,9 +88,12 @@ class StoryTask(Task):
     def __post_init__(self) -> None:
         if self.task not in ANSWERS:
             raise ValueError(f"task is {self.task!r}; expected one of {', '.join(ANSWERS)}")
-        if self.also not in ((), ("qa1",)) or (self.also and self.task != "qa2"):
-            raise ValueError(f"also is {self.also!r} and task is {self.task!r}; expected ('qa1',) with qa2, or nothing")
-        if self.data is None and self.task not in KINDS:
+        if self.also not in ((), ALSO, ALSO[:1], ALSO[1:]) or (self.also and self.task != "qa2"):
+            raise ValueError(
+                f"also is {self.also!r} and task is {self.task!r}; expected ('qa1', 'who') or one of them with qa2, "
+                "or nothing"
+            )
+        if self.data is None and self.task not in FACTS:
             raise ValueError(f"task is {self.task!r} without data; expected a folder of bAbI files, or one of qa1, qa2")
         if self.data is not None and not _files(self.data, self.task, "*"):
             raise ValueError(
@@ -120,6 +127,11 @@ class StoryTask(Task):
         """Whether our rules answer a story's own question; they do not if its file uses other words than bAbI."""
         return story.bare in answered(story.facts, self.task)
 
+    @property
+    def most_questions(self) -> int:
+        """How many questions our rules can answer of one story, at most; those of ``also`` too."""
+        return sum(len(QUESTIONS[task].asked) for task in (self.task, *self.also) if task in QUESTIONS)
+
     def answered(self, facts: Sequence[str], split: str) -> list[Story]:
         """All questions that our rules can answer from the facts and that a split may ask, also those of ``also``."""
         found = [story for task in (self.task, *self.also) for story in answered(facts, task)]
@@ -128,9 +140,11 @@ class StoryTask(Task):
 
 @dataclass(frozen=True)
 class Babi(StoryTask):
-    """A story and a question at its end; in training, one after every fact.
+    """A story and a question at its end; in training, several.
 
     Attributes:
+        ask: when training asks: ``"throughout"``, after every fact; ``"end"``, at the end alone, as much as there is room
+            for and each question once. An answer inside a story is one more fact, which may spare a model the others.
         facts: how many facts the stories of a test have; empty: five numbers that occur in stories of the task.
         longest: the longest training sequences that it draws; longer ones are left to the tasks beside it. None: of
             any length.
@@ -142,10 +156,13 @@ class Babi(StoryTask):
     axes: ClassVar[tuple[str, ...]] = ("facts",)
     facts: tuple[int, ...] = ()
     longest: int | None = None
+    ask: str = "throughout"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_longest(self.longest)
+        if self.ask not in TIMES:
+            raise ValueError(f"ask is {self.ask!r}; expected one of {', '.join(TIMES)}")
         if not self.facts:
             object.__setattr__(self, "facts", tuple(_spread(sorted(self._numbers()))))
         require_lengths("facts", self.facts, 1)
@@ -156,8 +173,8 @@ class Babi(StoryTask):
     def _numbers(self) -> set[int]:
         """The numbers of facts that occur in stories of a test."""
         if self.data is None:
-            kind = KINDS[self.task]
-            return set(range(kind.fewest, kind.most + 1))
+            fewest, most = FACTS[self.task]
+            return set(range(fewest, most + 1))
         split = "test" if _files(self.data, self.task, "test") else "train"
         return {len(story.facts) for story in _stories(self.data, self.task, split)}
 
@@ -174,8 +191,9 @@ class Babi(StoryTask):
         """A story with the group's number of facts, or as much of one as fits into the group's length."""
         if "facts" in group:
             return self._written(rng, self._story_of(rng, split, group["facts"]), None, split, tokenizer)
+        write = self._asked_at_the_end if self.ask == "end" else self._written
         for _ in range(TRIES):
-            found = self._written(rng, self.story(rng, split), group["length"], split, tokenizer)
+            found = write(rng, self.story(rng, split), group["length"], split, tokenizer)
             if found.answers:
                 return found
         raise WrongLengthError(f"length is {group['length']}; expected room for a fact of {self.task} and a question")
@@ -219,6 +237,29 @@ class Babi(StoryTask):
         return Example(tokens, answers, boundary)
 
 
+    def _asked_at_the_end(self, rng: random.Random, story: Story, room: int, split: str, tokenizer: Any) -> Example:
+        """As many facts of a story as leave room for some questions, and these."""
+        if not self.understands(story):
+            return self._written(rng, story, room, split, tokenizer)
+        writer = writer_for(tokenizer)
+        tokens, number = list(writer.opening), 0
+        question, answer = writer.ask(ask_for(story), f" {story.answer}")
+        for_facts = room - rng.randint(1, self.most_questions) * (len(question) + len(answer))
+        for fact in story.facts:
+            written = writer.write(f" {fact}")
+            if number and len(tokens) + len(written) > for_facts:
+                break
+            tokens += written
+            number += 1
+        boundary, answers = len(tokens), []
+        asked = self.answered(story.facts[:number], split)
+        for chosen in rng.sample(asked, len(asked)):
+            question, answer = writer.ask(ask_for(chosen), f" {chosen.answer}")
+            if len(tokens) + len(question) + len(answer) <= room:
+                answers.append(append_question(tokens, question, answer))
+        return Example(tokens, answers if len(tokens) <= room else [], boundary)
+
+
 def ask_for(story: Story) -> str:
     """The words up to the answer."""
     return f"\nQuestion: {story.question}\nAnswer:"
@@ -226,8 +267,8 @@ def ask_for(story: Story) -> str:
 
 def tell(rng: random.Random, task: str) -> Story:
     """A story of our own in the manner of bAbI: qa1 asks about a person, qa2 about a thing that somebody has taken."""
-    kind = KINDS[task]
-    number = rng.randint(kind.fewest, kind.most)
+    kind = QUESTIONS[task]
+    number = rng.randint(*FACTS[task])
     where: dict[str, str] = {}  # people, and things that somebody has taken: only those are asked about
     holder: dict[str, str] = {}
     facts: list[str] = []
@@ -254,11 +295,11 @@ def tell(rng: random.Random, task: str) -> Story:
 
 
 def answered(facts: Sequence[str], task: str) -> list[Story]:
-    """Every question of qa1 or qa2 that the facts answer, with its answer; none for another task.
+    """Every question of a kind of :data:`QUESTIONS` that the facts answer, with its answer; none for another task.
 
     People go where they are said to go, and what they have taken and not yet dropped goes with them.
     """
-    if task not in KINDS:
+    if task not in QUESTIONS:
         return []
     where: dict[str, str] = {}
     holder: dict[str, str] = {}
@@ -272,8 +313,8 @@ def answered(facts: Sequence[str], task: str) -> list[Story]:
         elif action in MOVES:
             where[person] = target
         where.update({thing: where[owner] for thing, owner in holder.items() if owner in where})
-    kind = KINDS[task]
-    return [Story(tuple(facts), kind.question.format(name), where[name]) for name in kind.asked if name in where]
+    kind, known = QUESTIONS[task], holder if task == "who" else where
+    return [Story(tuple(facts), kind.question.format(name), known[name]) for name in kind.asked if name in known]
 
 
 def read_stories(file: Path) -> list[list[Story]]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from titans.tasks.babi import KINDS, TRIES, Story, StoryTask, ask_for
+from titans.tasks.babi import TRIES, Story, StoryTask, ask_for
 from titans.tasks.background import PARTS, WHOLE, Writer, text_files, writer_for
 from titans.tasks.base import Example, Group, WrongLengthError, append_question, require_lengths
 
@@ -85,7 +85,7 @@ class Babilong(StoryTask):
         require_lengths("lengths", self.lengths, 1)
         if not isinstance(self.examples, int) or not 0 <= self.examples <= len(EXAMPLES[self.task]):
             raise ValueError(f"examples is {self.examples}; expected 0 to {len(EXAMPLES[self.task])}")
-        most = max(1, sum(len(KINDS[task].asked) for task in (self.task, *self.also) if task in KINDS))
+        most = max(1, self.most_questions)
         if not isinstance(self.questions, int) or not 1 <= self.questions <= most:
             raise ValueError(f"questions is {self.questions}; expected 1 to {most} for {self.task}")
 
