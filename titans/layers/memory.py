@@ -290,7 +290,7 @@ class NeuralMemory(nn.Module):
             nn.init.normal_(self.conv, std=0.1)
             reach = self.conv_kernel**-0.5
             if self.conv_start == "mean":
-                self.conv += reach
+                self.conv.add_(reach)
             else:
                 self.conv[-1] += 1.0
             nn.init.uniform_(self.conv[:, inner : inner + self.local_heads * self.head_dim], -reach, reach)

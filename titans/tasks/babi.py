@@ -143,8 +143,8 @@ class Babi(StoryTask):
     """A story and a question at its end; in training, several.
 
     Attributes:
-        ask: when training asks: ``"throughout"``, after every fact; ``"end"``, at the end alone, as much as there is room
-            for and each question once. An answer inside a story is one more fact, which may spare a model the others.
+        ask: when training asks: ``"throughout"``, after every fact; ``"end"``, at the end alone, each question once, as
+            many as there is room for. An answer inside a story is one more fact, which may spare a model the others.
         facts: how many facts the stories of a test have; empty: five numbers that occur in stories of the task.
         longest: the longest training sequences that it draws; longer ones are left to the tasks beside it. None: of
             any length.
@@ -235,7 +235,6 @@ class Babi(StoryTask):
             boundary = len(tokens)
             answers.append(append_question(tokens, question, answer))
         return Example(tokens, answers, boundary)
-
 
     def _asked_at_the_end(self, rng: random.Random, story: Story, room: int, split: str, tokenizer: Any) -> Example:
         """As many facts of a story as leave room for some questions, and these."""
