@@ -11,7 +11,7 @@ import pytest
 from tests.experiments.finished import finish, text
 from titans.experiments.lm import LMExperiment
 from titans.experiments.runs import Job
-from titans.experiments.shapes import CANDIDATES, SIZE, run_shapes
+from titans.experiments.shapes import BYTE_CANDIDATES, CANDIDATES, SIZE, candidates_for, run_shapes
 from titans.models.baselines import config_for
 
 
@@ -26,29 +26,31 @@ def test_the_best_shape_is_trained_at_every_rate_and_the_best_of_all_is_chosen(
 ) -> None:
     def loss(job: Job) -> float:
         model = job.config.model
-        best = model.get("memory_depth", 2) == 2 and model["num_hidden_layers"] == 4
+        best = model["num_hidden_layers"] == 4
         return (0.0 if best else math.nan) + 100 * job.config.learning_rate
 
     finish(monkeypatch, loss)
     report = run_shapes(search(tmp_path, "lmm", "sliding-window"), command="titans experiment shapes")
     for model, chosen in report["chosen"].items():
         assert chosen["shape"]["num_hidden_layers"] == 4 and chosen["learning_rate"] == 2e-3
-        assert len([row for row in report["found"] if row["model"] == model]) == len(CANDIDATES[model]) + 2
+        assert len([row for row in report["found"] if row["model"] == model]) == len(BYTE_CANDIDATES[model]) + 2
     lines = (tmp_path / "out" / "shapes.md").read_text().splitlines()
     assert [line.split("|")[2].strip() for line in lines if "chosen" in line] == [
-        "memory_depth 2, num_hidden_layers 4, hidden_size 160, memory_heads 4, memory_head_dim 64",
-        "num_hidden_layers 4, hidden_size 160, num_attention_heads 4",
+        "memory_depth 1, num_hidden_layers 4, hidden_size 192, memory_heads 4, memory_head_dim 80",
+        "num_hidden_layers 4, hidden_size 192, num_attention_heads 4",
     ]
 
 
 def test_every_model_has_as_many_candidates() -> None:
-    assert len({len(shapes) for shapes in CANDIDATES.values()}) == 1
+    assert len({len(shapes) for table in (CANDIDATES, BYTE_CANDIDATES) for shapes in table.values()}) == 1
+    assert candidates_for(258) is BYTE_CANDIDATES and candidates_for(2048) is CANDIDATES
 
 
+@pytest.mark.parametrize("vocab_size", [258, 2048])
 @pytest.mark.parametrize("model", ["lmm", *(pytest.param(name, marks=pytest.mark.slow) for name in CANDIDATES)])
-def test_every_candidate_meets_the_size(model: str) -> None:
-    for shape in CANDIDATES[model]:
-        config_for(model, SIZE, **shape)
+def test_every_candidate_meets_the_size(model: str, vocab_size: int) -> None:
+    for shape in candidates_for(vocab_size)[model]:
+        config_for(model, SIZE, vocab_size=vocab_size, **shape)
 
 
 def test_what_cannot_be_searched_is_one_sentence(tmp_path: Path) -> None:

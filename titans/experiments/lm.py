@@ -117,7 +117,7 @@ class LMExperiment:
         described = {"name": model, "size": self.size} | self.rows.get(model, {})
         rate = self.learning_rate
         if rate is None:
-            rate = best(described["name"], described["size"]).rate
+            rate = best(described["name"], described["size"], _vocabulary(self.data)).rate
         return TrainConfig(
             model=fields_of(self.fields, model, described["name"]) | described,
             data=self.data,
@@ -140,6 +140,14 @@ class LMExperiment:
             trackers=[],
             device=self.device,
         )
+
+
+def _vocabulary(data: str) -> int | None:
+    """How many different tokens prepared data has; None where it cannot be read, which whoever trains on it is told."""
+    try:
+        return load_prepared(data).vocab_size
+    except ValueError:
+        return None
 
 
 def run_experiment(

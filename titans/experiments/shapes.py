@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from titans.experiments.lm import LMExperiment, train_models
+from titans.models.baselines import SMALL_VOCABULARY
 from titans.report.outcome import write_outcome
 from titans.report.page import Section, Table, show
 from titans.report.progress import Progress, silent
+from titans.tasks.prepared import load_prepared
 from titans.words import nearest
 
 Shape = dict[str, Any]  # fields of a config; the width of the feed-forward layers, or the state of Mamba2, follows
@@ -60,6 +62,41 @@ CANDIDATES: Mapping[str, Sequence[Shape]] = {
     "mag": _HYBRID,
     "transformer++": _ATTENTION,
 }
+# Bytes leave the layers what a vocabulary takes elsewhere: deeper shapes come into reach, and some have no feed-forward
+# layers to speak of, as Mamba2 has none.
+_OF_BYTES: Sequence[Shape] = (
+    {"memory_depth": 1, "num_hidden_layers": 3, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 80},
+    {"memory_depth": 1, "num_hidden_layers": 4, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 80},
+    {"memory_depth": 1, "num_hidden_layers": 6, "hidden_size": 160, "memory_heads": 4, "memory_head_dim": 64},
+    {"memory_depth": 1, "num_hidden_layers": 8, "hidden_size": 128, "memory_heads": 4, "memory_head_dim": 64},
+)
+_HYBRID_OF_BYTES: Sequence[Shape] = (
+    {"memory_depth": 1, "num_hidden_layers": 2, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 80},
+    {"memory_depth": 1, "num_hidden_layers": 3, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64},
+    {"memory_depth": 1, "num_hidden_layers": 4, "hidden_size": 160, "memory_heads": 4, "memory_head_dim": 64},
+    {"memory_depth": 1, "num_hidden_layers": 6, "hidden_size": 128, "memory_heads": 4, "memory_head_dim": 64},
+)
+_ATTENTION_OF_BYTES: Sequence[Shape] = (
+    {"num_hidden_layers": 8, "hidden_size": 128, "num_attention_heads": 4},
+    {"num_hidden_layers": 6, "hidden_size": 160, "num_attention_heads": 4},
+    {"num_hidden_layers": 4, "hidden_size": 192, "num_attention_heads": 4},
+    {"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4},
+)
+BYTE_CANDIDATES: Mapping[str, Sequence[Shape]] = {
+    "lmm": _OF_BYTES,
+    "gated-deltanet": _OF_BYTES,
+    "mamba2": CANDIDATES["mamba2"],
+    "sliding-window": _ATTENTION_OF_BYTES,
+    "mal": _HYBRID_OF_BYTES,
+    "mac": _HYBRID_OF_BYTES,
+    "mag": _HYBRID_OF_BYTES,
+    "transformer++": _ATTENTION_OF_BYTES,
+}
+
+
+def candidates_for(vocab_size: int) -> Mapping[str, Sequence[Shape]]:
+    """Shapes by model for a vocabulary, the same number for each."""
+    return BYTE_CANDIDATES if vocab_size <= SMALL_VOCABULARY else CANDIDATES
 
 
 def describe(shape: Shape) -> str:
@@ -72,7 +109,6 @@ def run_shapes(
     rates: Sequence[float] = RATES,
     progress: Progress = silent,
     command: str = "",
-    candidates: Mapping[str, Sequence[Shape]] = CANDIDATES,
 ) -> dict[str, Any]:
     """Finds each model's best shape and rate; writes shapes.json, shapes.md and the page into ``language.out``.
 
@@ -81,8 +117,8 @@ def run_shapes(
     Args:
         language: the runs; its models are those that are searched for.
         rates: learning rates, an odd number of them.
-        candidates: shapes by model, the same number for each.
     """
+    candidates = candidates_for(load_prepared(language.data).vocab_size)
     for model in language.models:
         if model not in candidates:
             raise ValueError(f"models has {model!r}: {nearest(model, candidates)}")

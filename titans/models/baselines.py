@@ -85,6 +85,9 @@ BEST: dict[str, dict[str, Best]] = {
         "transformer++": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 8}),
     },
 }
+# The same for bytes, whose embeddings leave more parameters to the layers.
+SMALL_VOCABULARY = 512
+BEST_OF_BYTES: dict[str, dict[str, Best]] = {"1.5m": {}}
 OTHERS: dict[str, type[PreTrainedConfig]] = {
     "sliding-window": TitansConfig,
     "transformer++": LlamaConfig,
@@ -111,10 +114,12 @@ def own_fields(name: str, given: dict[str, Any], memory_heads: int) -> dict[str,
     return {"variant": name} | given
 
 
-def best(name: str, size: str) -> Best:
+def best(name: str, size: str, vocab_size: int | None = None) -> Best:
     """The best that is known for a model; linear presets have the shape and the rate of Gated DeltaNet, their kin."""
-    found = BEST.get(size, {})
     kin = "gated-deltanet" if PRESETS.get(name, {}).get("memory_depth") == 1 and not name.startswith("ttt") else name
+    found = BEST.get(size, {})
+    if vocab_size is not None and vocab_size <= SMALL_VOCABULARY:
+        found = found | BEST_OF_BYTES.get(size, {})
     return found.get(name, found.get(kin, Best()))
 
 
@@ -130,7 +135,7 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     if size not in SIZES:
         raise ValueError(f"size is {size!r}; expected one of {', '.join(SIZES)}")
     own = SIZES[size]
-    shape = best(name, size).shape
+    shape = best(name, size, overrides.get("vocab_size", own.vocab_size)).shape
     if all(overrides.get(each, value) == value for each, value in shape.items()):  # a shape is one choice
         overrides = shape | overrides
     common: dict[str, Any] = {
