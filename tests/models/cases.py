@@ -28,10 +28,13 @@ TINY: dict[str, Any] = {
 CHUNKED = {"memory_mode": "chunked", "memory_chunk_size": CHUNK}
 VARIANTS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in ("lmm", "mac", "mag", "mal")}
 SWITCHES: dict[str, dict[str, Any]] = {
+    "lmm, token skip": {"variant": "lmm", "token_skip": True},
+    "mac, token skip": {"variant": "mac", "token_skip": True},
     "mac, chunked": {"variant": "mac", **CHUNKED},
     "mag, chunked, linear": {"variant": "mag", "memory_depth": 1, **CHUNKED},
-    "mal, linear, untied, plain": {
+    "mal, linear, untied, plain, token skip": {
         "variant": "mal", "memory_depth": 1, "tie_word_embeddings": False, "ffn": "plain", "qk_norm": False,
+        "token_skip": True,
     },
     "mac, no memory": {"variant": "mac", "use_memory": False},
     "mac, no attention": {"variant": "mac", "use_attention": False},
@@ -39,7 +42,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "mac, no convolution": {"variant": "mac", "memory_conv_kernel": 0, "memory_gates": "constant"},
     "mag, no memory": {"variant": "mag", "use_memory": False, "gate": "sum"},
     "mag, no attention": {"variant": "mag", "use_attention": False},
-    "mag, multiply": {"variant": "mag", "gate": "multiply"},
+    "mag, multiply, token skip": {"variant": "mag", "gate": "multiply", "token_skip": True},
     "mal, no memory": {"variant": "mal", "use_memory": False},
     "mal, no attention": {"variant": "mal", "use_attention": False},
 }  # fmt: skip

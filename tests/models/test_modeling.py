@@ -234,7 +234,7 @@ def test_a_copy_of_a_cache_stays_where_it_was(kind: str) -> None:
         assert torch.equal(made(ids[:, 10:], past_key_values=cache.copy()).logits, first)
 
 
-@pytest.mark.parametrize("kind", [*VARIANTS, *PRESETS, "mal, linear, untied, plain"])
+@pytest.mark.parametrize("kind", [*VARIANTS, *PRESETS, "mal, linear, untied, plain, token skip"])
 @torch.no_grad()
 def test_a_saved_model_comes_back_with_identical_logits(kind: str, tmp_path: Path) -> None:
     made = model(kind, torch.float32)

@@ -1,9 +1,10 @@
 """The paper's four architectures as residual blocks: memory alone, as context, as a gate, as a layer.
 
-Every block is called as ``x, state = block(x, state, mask, restart)`` with x (batch, time, dim), the state of the call
-before (None: the sequence starts), mask (batch, time) bool, False for padding, which stands after a row's tokens, and
-restart (batch,) bool, True for rows that start a new sequence here, whatever their state says; or rows that hold
-several documents are given as a :class:`titans.layers.packing.Packing` has put them, with it as restart.
+Every block is called as ``x, state = block(x, state, mask, restart, tokens)`` with x (batch, time, dim), the state of
+the call before (None: the sequence starts), mask (batch, time) bool, False for padding, which stands after a row's
+tokens, and restart (batch,) bool, True for rows that start a new sequence here, whatever their state says; or rows that
+hold several documents are given as a :class:`titans.layers.packing.Packing` has put them, with it as restart. tokens is
+x as it was before the first block, for blocks with a ``token_skip``.
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ class Block(nn.Module):
         gate: how attention and memory are combined, one of ``GATES``.
         ffn: ``"swiglu"`` or ``"plain"``.
         ffn_multiplier: hidden width of the feed-forward layer, as a multiple of ``dim``.
+        token_skip: whether the memory sees the tokens themselves beside the stream, in which what blocks have added
+            soon outweighs them.
     """
 
     def __init__(
@@ -165,6 +168,7 @@ class Block(nn.Module):
         gate: str | None = None,
         ffn: str = "swiglu",
         ffn_multiplier: float = 2.0,
+        token_skip: bool = False,
     ) -> None:
         super().__init__()
         if memory is None and attention is None:
@@ -188,6 +192,7 @@ class Block(nn.Module):
         self.gate = Gate(dim, gate) if both and gate is not None else None
         self.ffn_norm = RMSNorm(dim, eps=EPS)
         self.ffn = SwiGLU(dim, hidden) if ffn == "swiglu" else FeedForward(dim, hidden)
+        self.token_skip = nn.Parameter(torch.empty(dim)) if token_skip and memory is not None else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -195,6 +200,18 @@ class Block(nn.Module):
         """Of the block's own: its parts have theirs."""
         if self.persistent is not None:
             nn.init.normal_(self.persistent, std=0.02)
+        if self.token_skip is not None:
+            nn.init.ones_(self.token_skip)
+
+    def _with_tokens(self, normed: Tensor, tokens: Tensor | None) -> Tensor:
+        """What the memory sees of the stream: its norm, and the tokens themselves if there is a ``token_skip``."""
+        if self.token_skip is None:
+            return normed
+        if tokens is None:
+            raise ValueError(
+                "tokens is None and the block has a token_skip; expected x as it was before the first block"
+            )
+        return normed + self.token_skip.to(normed.dtype) * tokens
 
     def _prefix(self, norm: RMSNorm | None) -> Tensor | None:
         """The persistent tokens as a part sees them, (tokens, dim)."""
@@ -260,8 +277,11 @@ class LMMBlock(Block):
         *,
         persistent: int = 0,
         ffn: str = "swiglu",
+        token_skip: bool = False,
     ) -> None:
-        super().__init__(dim, memory, None, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
+        super().__init__(
+            dim, memory, None, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier, token_skip=token_skip
+        )
 
     @packed
     def forward(
@@ -270,11 +290,13 @@ class LMMBlock(Block):
         state: BlockState | None = None,
         mask: Tensor | None = None,
         restart: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
         state = self._restarted(state, restart) or BlockState()
         assert self.memory_norm is not None
-        y, memory = self._remember(self.memory_norm(x), self._prefix(self.memory_norm), state.memory, mask)
+        seen = self._with_tokens(self.memory_norm(x), tokens)
+        y, memory = self._remember(seen, self._prefix(self.memory_norm), state.memory, mask)
         return self._feed_forward(x + y), BlockState(memory)
 
 
@@ -282,17 +304,18 @@ class _Stretch(NamedTuple):
     """What MAC needs of the stream alone, so that it can be had for many segments at once."""
 
     x: Tensor
-    tokens: SegmentTokens
+    attended: SegmentTokens
     queries: Tensor | None  # of the memory, its output gate, and what is compared with its cached segments
     gate: Tensor | None
     fit: Tensor | None
+    tokens: Tensor | None  # of a block with a token_skip
 
     def split(self, sizes: list[int]) -> Iterator[_Stretch]:
         """Stretches of ``sizes`` tokens."""
-        parts = (self.x, self.queries, self.gate, self.fit)
+        parts = (self.x, self.queries, self.gate, self.fit, self.tokens)
         cut = [[None] * len(sizes) if x is None else x.split(sizes, dim=-2) for x in parts]
-        for x, queries, gate, fit, tokens in zip(*cut, self.tokens.split(sizes), strict=True):
-            yield _Stretch(x, tokens, queries, gate, fit)
+        for x, queries, gate, fit, tokens, attended in zip(*cut, self.attended.split(sizes), strict=True):
+            yield _Stretch(x, attended, queries, gate, fit, tokens)
 
 
 class MACBlock(Block):
@@ -320,6 +343,7 @@ class MACBlock(Block):
         gate: str = "memory",
         ffn: str = "swiglu",
         ffn_multiplier: float = 2.0,
+        token_skip: bool = False,
     ) -> None:
         persistent = persistent if attention is not None else 0
         kept = None if memory is None or memory.caching is None else memory.caching.segment_size
@@ -327,8 +351,9 @@ class MACBlock(Block):
             expected = f"a multiple of the attention's segment, {attention.segment_size}"
             raise ValueError(f"cache_segment_size is {kept}; expected {expected}")
         super().__init__(
-            dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier
-        )
+            dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier,
+            token_skip=token_skip,
+        )  # fmt: skip
 
     @packed
     def forward(
@@ -337,12 +362,14 @@ class MACBlock(Block):
         state: BlockState | None = None,
         mask: Tensor | None = None,
         restart: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
         state = self._restarted(state, restart)
         if self.attention is None:
             assert self.memory_norm is not None
-            y, memory = self._remember(self.memory_norm(x), None, state.memory if state else None, mask)
+            seen = self._with_tokens(self.memory_norm(x), tokens)
+            y, memory = self._remember(seen, None, state.memory if state else None, mask)
             return self._feed_forward(x + y), BlockState(memory)
 
         assert isinstance(self.attention, SegmentAttention)
@@ -354,13 +381,13 @@ class MACBlock(Block):
         used = opened.length
         if mask is None and not isinstance(used, Tensor):  # all sequences stand at the same place
             sizes = [stop - start for start, stop in _cuts(used, x.shape[1], self.attention.segment_size)]
-            stretch, state = self._prepare(x, state, None)
+            stretch, state = self._prepare(x, tokens, state, None)
             ys, ms = [], []
             for part in stretch.split(sizes):
                 y, m, state = self._segment(part, state, None)
                 ys.append(y)
                 ms.append(m)
-            return self._feed_forward(self._combine(ys, ms)), state
+            return self._feed_forward(self._combine(ys, ms, tokens)), state
 
         # each row has its own cuts: pieces are gathered, their dead ends pointing at one more token
         time = x.shape[1]
@@ -368,15 +395,17 @@ class MACBlock(Block):
         places = zip(opened.lengths.tolist(), counts, strict=True)
         cuts = [list(_cuts(*row, self.attention.segment_size)) for row in places]
         padded = out = F.pad(x, (0, 0, 0, 1))
+        padded_tokens = None if tokens is None or self.token_skip is None else F.pad(tokens, (0, 0, 0, 1))
         for number in range(max(map(len, cuts), default=0)):
             piece = [row[number] if number < len(row) else (time, time) for row in cuts]
             first, last = torch.tensor(piece, device=x.device).unsqueeze(-1).unbind(1)
             index = first + torch.arange(int((last - first).max()), device=x.device)
             live = index < last
             index = torch.where(live, index, time).unsqueeze(-1).expand(-1, -1, x.shape[2])
-            stretch, state = self._prepare(padded.gather(1, index), state, live)
+            own = None if padded_tokens is None else padded_tokens.gather(1, index)
+            stretch, state = self._prepare(padded.gather(1, index), own, state, live)
             y, m, state = self._segment(stretch, state, live)
-            out = out.scatter(1, index, self._combine([y], [m]))
+            out = out.scatter(1, index, self._combine([y], [m], own))
         return self._feed_forward(out[:, :time]), state
 
     def _memory_prefix(self) -> None:
@@ -391,17 +420,21 @@ class MACBlock(Block):
         mean = None if memory.cached is None else memory.cached.mean
         return BlockState(memory, attention, tuple(w.clone() for w in memory.weights), mean=mean)
 
-    def _prepare(self, x: Tensor, state: BlockState, mask: Tensor | None) -> tuple[_Stretch, BlockState]:
+    def _prepare(
+        self, x: Tensor, tokens: Tensor | None, state: BlockState, mask: Tensor | None
+    ) -> tuple[_Stretch, BlockState]:
         """What :meth:`_segment` needs of x, of any length without a mask, and the state with ``conv`` gone on."""
         assert isinstance(self.attention, SegmentAttention) and self.attention_norm is not None
         assert isinstance(state.attention, SegmentState)
         normed, queries, gate, fit = self.attention_norm(x), None, None, None
-        tokens = self.attention.prepare(normed, state.attention, self._prefix(self.attention_norm))
+        attended = self.attention.prepare(normed, state.attention, self._prefix(self.attention_norm))
+        tokens = None if self.token_skip is None else tokens
         if self.memory is not None:
-            queries, conv = self.memory.queries(normed, state.conv, mask)
-            gate, fit = self.memory.output_gate(normed), self.memory.fit_queries(normed)
+            seen = self._with_tokens(normed, tokens)
+            queries, conv = self.memory.queries(seen, state.conv, mask)
+            gate, fit = self.memory.output_gate(seen), self.memory.fit_queries(seen)
             state = replace(state, conv=conv)
-        return _Stretch(x, tokens, queries, gate, fit), state
+        return _Stretch(x, attended, queries, gate, fit, tokens), state
 
     def _segment(
         self, stretch: _Stretch, state: BlockState, mask: Tensor | None
@@ -415,12 +448,13 @@ class MACBlock(Block):
             said = self.memory.recall(stretch.queries, state.start)
             said = self.memory.recall_cached(said, stretch.queries, stretch.fit, state.memory.cached, state.mean)
             h = self.memory.output(said, stretch.gate)  # Eq. 21
-        y, attention = self.attention.attend(stretch.tokens, h, state.attention, mask)  # Eq. 22, 23
+        y, attention = self.attention.attend(stretch.attended, h, state.attention, mask)  # Eq. 22, 23
         y = stretch.x + y
         memory, start, mean = state.memory, state.start, state.mean
         if self.memory is not None:
             assert self.memory_norm is not None and memory is not None
-            m, memory = self.memory.write(self.memory_norm(y), memory, mask)  # Eq. 24
+            seen = self._with_tokens(self.memory_norm(y), stretch.tokens)
+            m, memory = self.memory.write(seen, memory, mask)  # Eq. 24
         size, length = self.attention.segment_size, attention.length
         if not isinstance(length, Tensor):
             if length == size:
@@ -436,14 +470,15 @@ class MACBlock(Block):
                     mean = torch.where(ended.unsqueeze(-1), memory.cached.mean, mean)
         return y, m, BlockState(memory, attention, start, state.conv, mean)
 
-    def _combine(self, ys: list[Tensor], ms: list[Tensor | None]) -> Tensor:
+    def _combine(self, ys: list[Tensor], ms: list[Tensor | None], tokens: Tensor | None) -> Tensor:
         """What :meth:`_segment` gave for one stretch after another, gated (Eq. 25)."""
         y = torch.cat(ys, dim=1)
         if self.memory is None:
             return y
         assert self.gate is not None and self.memory_norm is not None
         m = torch.cat([m for m in ms if m is not None], dim=2)
-        return y + self.gate(y, self.memory.output(m, self.memory.output_gate(self.memory_norm(y))))
+        seen = self._with_tokens(self.memory_norm(y), tokens)
+        return y + self.gate(y, self.memory.output(m, self.memory.output_gate(seen)))
 
 
 class MAGBlock(Block):
@@ -467,10 +502,12 @@ class MAGBlock(Block):
         gate: str = "sigmoid",
         ffn: str = "swiglu",
         ffn_multiplier: float = 2.0,
+        token_skip: bool = False,
     ) -> None:
         super().__init__(
-            dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier
-        )
+            dim, memory, attention, persistent=persistent, gate=gate, ffn=ffn, ffn_multiplier=ffn_multiplier,
+            token_skip=token_skip,
+        )  # fmt: skip
         if memory is not None and attention is not None:
             self.memory_norm = None  # both see the same
 
@@ -481,6 +518,7 @@ class MAGBlock(Block):
         state: BlockState | None = None,
         mask: Tensor | None = None,
         restart: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
         state = self._restarted(state, restart) or BlockState()
@@ -492,7 +530,7 @@ class MAGBlock(Block):
             y, attention = self.attention(normed, state.attention, prefix, mask)  # Eq. 27
             parts, state = [y], replace(state, attention=attention)
         if self.memory is not None:
-            m, memory = self._remember(normed, prefix, state.memory, mask)
+            m, memory = self._remember(self._with_tokens(normed, tokens), prefix, state.memory, mask)
             parts, state = [*parts, m], replace(state, memory=memory)
         return self._feed_forward(x + (parts[0] if self.gate is None else self.gate(*parts))), state  # Eq. 28
 
@@ -516,8 +554,11 @@ class MALBlock(Block):
         persistent: int = 0,
         ffn: str = "swiglu",
         ffn_multiplier: float = 2.0,
+        token_skip: bool = False,
     ) -> None:
-        super().__init__(dim, memory, attention, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier)
+        super().__init__(
+            dim, memory, attention, persistent=persistent, ffn=ffn, ffn_multiplier=ffn_multiplier, token_skip=token_skip
+        )
 
     @packed
     def forward(
@@ -526,11 +567,13 @@ class MALBlock(Block):
         state: BlockState | None = None,
         mask: Tensor | None = None,
         restart: Tensor | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         """The stream and the state after it; see the module's first lines."""
         state = self._restarted(state, restart) or BlockState()
         if self.memory_norm is not None:
-            m, memory = self._remember(self.memory_norm(x), self._prefix(self.memory_norm), state.memory, mask)
+            seen = self._with_tokens(self.memory_norm(x), tokens)
+            m, memory = self._remember(seen, self._prefix(self.memory_norm), state.memory, mask)
             x, state = x + m, replace(state, memory=memory)  # Eq. 30
         if self.attention is not None and self.attention_norm is not None:
             prefix = self._prefix(self.attention_norm)

@@ -144,13 +144,15 @@ def packed(forward: Forward) -> Forward:
         state: BlockState | None = None,
         mask: Tensor | None = None,
         restart: Tensor | Packing | None = None,
+        tokens: Tensor | None = None,
     ) -> tuple[Tensor, BlockState]:
         if not isinstance(restart, Packing):
-            return forward(block, x, state, mask, restart)
+            return forward(block, x, state, mask, restart, tokens)
         outputs, ends = [], []
-        for batch, part in zip(restart.batches, restart.split(x), strict=True):
+        all_tokens = [None] * len(restart.batches) if tokens is None else restart.split(tokens)
+        for batch, part, own in zip(restart.batches, restart.split(x), all_tokens, strict=True):
             before = None if state is None or not batch.goes_on else state.reorder(batch.rows)
-            y, after = forward(block, part, before, batch.live, None if before is None else batch.fresh)
+            y, after = forward(block, part, before, batch.live, None if before is None else batch.fresh, own)
             outputs.append(y.flatten(0, 1))
             if len(batch.last):
                 ends.append(after.reorder(batch.last))

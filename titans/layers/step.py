@@ -61,9 +61,16 @@ class MemoryStep:
         memory: one that :func:`open_memory` takes.
         state: where it stands, with all sequences at the same position; it is not changed.
         before: a norm of the inputs.
+        skip: (dim,), the weight of the tokens themselves beside them.
     """
 
-    def __init__(self, memory: NeuralMemory, state: MemoryState, before: nn.RMSNorm | None = None) -> None:
+    def __init__(
+        self,
+        memory: NeuralMemory,
+        state: MemoryState,
+        before: nn.RMSNorm | None = None,
+        skip: Tensor | None = None,
+    ) -> None:
         rule, writes = memory.rule(state), memory.writes
         network, chunk = memory.network, rule.chunk_size or 1
         self._given = replace(state, rule=rule.grid)
@@ -91,7 +98,7 @@ class MemoryStep:
             unit_eps=unit, value_eps=values, theta=step if writes else 0,
             cutoff=memory.gate_cutoff, eta_max=ETA_MAX,
             outs=integers([w.shape[2] for w in self._weights]), ins=integers([w.shape[3] for w in self._weights]),
-            before=_norm(before), after=_norm(memory.norm), to_qkv=address(memory.to_qkv.weight),
+            before=_norm(before), after=_norm(memory.norm), skip=address(skip), to_qkv=address(memory.to_qkv.weight),
             kernel=address(memory.conv), to_gates=address(None if gates is None else gates.weight),
             gate_bias=address(memory.gate_bias if gates is None else gates.bias), alpha=address(self._alpha),
             to_gate=address(memory.to_gate.weight), to_out=address(memory.to_out.weight), rest=addresses(rest),
@@ -186,7 +193,7 @@ class BlockStep:
         before = block.attention_norm if block.memory_norm is None else block.memory_norm
         self._memory = None
         if memory is not None and state.memory is not None:
-            self._memory = MemoryStep(memory, state.memory, before)
+            self._memory = MemoryStep(memory, state.memory, before, block.token_skip)
         self._attention = None
         if attention is not None and state.attention is not None:
             self._attention = AttentionStep(attention, state.attention, block.attention_norm, block.persistent)

@@ -66,6 +66,8 @@ class TitansConfig(PreTrainedConfig):
         segment_size: MAC: tokens of a segment, C in the paper.
         window_size: MAG, MAL: tokens that a token's attention sees, itself included.
         num_persistent_tokens: learnable tokens of each block (Eq. 19); 0: none.
+        token_skip: whether the memories of all blocks but the first see the tokens' embeddings beside the stream,
+            weighed by channel; otherwise what earlier blocks have added soon outweighs them.
         use_memory, use_attention: switch either off.
         gate: MAC, MAG: how attention y and memory m, both normalised, are combined: ``"sigmoid"``, y sigmoid(m), the
             default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``. None: the
@@ -94,6 +96,7 @@ class TitansConfig(PreTrainedConfig):
     segment_size: int = 1024
     window_size: int = 2048
     num_persistent_tokens: int = 32
+    token_skip: bool = False
     use_memory: bool = True
     use_attention: bool = True
     gate: str | None = None

@@ -51,14 +51,15 @@ class MALLayer(GradientCheckpointingLayer, MALBlock):
     """:class:`titans.layers.MALBlock`, with gradient checkpointing."""
 
 
-def make_layer(config: TitansConfig) -> nn.Module:
-    """One block of the model that ``config`` describes."""
+def make_layer(config: TitansConfig, first: bool) -> nn.Module:
+    """A block of the model that ``config`` describes; the first of them sees the tokens anyway."""
     dim = config.hidden_size
     assert config.intermediate_size is not None
     options: dict[str, Any] = {
         "persistent": config.num_persistent_tokens,
         "ffn": config.ffn,
         "ffn_multiplier": config.intermediate_size / dim,
+        "token_skip": config.token_skip and not first,
     }
     memory = NeuralMemory(dim, **config.memory_options, check_values=False) if config.use_memory else None
     if config.variant == "lmm":
@@ -85,7 +86,7 @@ class TitansModel(TitansPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.vocab_size else None
         self.embed_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # what blocks add is not small
-        self.layers = nn.ModuleList(make_layer(config) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(make_layer(config, index == 0) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()
@@ -179,8 +180,9 @@ class TitansModel(TitansPreTrainedModel):
         hidden = [laid_out(x)] if output_hidden_states else []
         states: list[BlockState] = []
         before = cache.states if cache is not None else [None] * len(self.layers)
+        tokens = x if self.config.token_skip else None
         for layer, state in zip(self.layers, before, strict=True):
-            x, after = layer(x, state, mask, restart if packing is None else packing)
+            x, after = layer(x, state, mask, restart if packing is None else packing, tokens)
             if use_cache:
                 states.append(after)
             if output_hidden_states:

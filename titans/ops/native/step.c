@@ -21,6 +21,7 @@ typedef struct {
     double max_norm, limit, unit_eps, value_eps, theta, cutoff, eta_max; /* a negative eps: no norm; 0: no such limit */
     const int *outs, *ins;
     Norm before, after;
+    const REAL *skip; /* of the tokens themselves, beside the stream */
     const REAL *to_qkv, *kernel, *to_gates, *gate_bias, *alpha, *to_gate, *to_out;
     REAL *const *rest;                                /* (heads, out, in) a layer: where forgetting returns to */
     REAL *const *weights, *const *momentum, *const *anchor; /* (batch, heads, out, in) a layer */
@@ -91,9 +92,10 @@ static void scale_rows(int rows, int n, REAL *w, const REAL *rest, REAL max_norm
     }
 }
 
-/* The memory's input: normed, and no larger than the limit. */
-static void take_in(const Memory *m, int batch, const REAL *x, REAL *y) {
+/* The memory's input: normed, with the tokens themselves if there is a skip, and no larger than the limit. */
+static void take_in(const Memory *m, int batch, const REAL *x, const REAL *tokens, REAL *y) {
     normalise(batch, m->dim, m->before, x, y);
+    for (int i = 0; m->skip && i < batch * m->dim; i++) y[i] += m->skip[i % m->dim] * tokens[i];
     if (m->limit > 0) {
         REAL limit = (REAL)m->limit;
         for (int i = 0; i < batch * m->dim; i++) y[i] = y[i] > limit ? limit : y[i] < -limit ? -limit : y[i];
@@ -243,11 +245,11 @@ static void let_out(const Memory *m, REAL *z, const REAL *gate, REAL *y) {
 }
 
 /* Keys, values and gates of a token; what it writes; and what it then reads (Eq. 13 to 15). x, y (batch, dim). */
-static void remember(Memory *m, int batch, int threads, const REAL *x, REAL *y, REAL *scratch) {
+static void remember(Memory *m, int batch, int threads, const REAL *x, const REAL *tokens, REAL *y, REAL *scratch) {
     int inner = m->heads * m->width, learned = m->gates * m->heads;
     REAL *in = scratch, *qkv = in + batch * m->dim, *gate = qkv + batch * 3 * inner, *out = gate + batch * inner;
     REAL *raw = out + batch * inner, *layers = raw + batch * 3 * m->heads;
-    take_in(m, batch, x, in);
+    take_in(m, batch, x, tokens, in);
     linear(batch, 3 * inner, m->dim, m->to_qkv, in, qkv, threads);
     convolve(m, batch, 3, m->conv, qkv);
     linear(batch, inner, m->dim, m->to_gate, in, gate, threads);
@@ -278,13 +280,13 @@ static void remember(Memory *m, int batch, int threads, const REAL *x, REAL *y, 
 
 /* What the memory with these weights says to a stream that is only read (Eq. 21). */
 static void recall(const Memory *m, REAL *const *weights, REAL *conv, int batch, int threads, Norm before,
-                   const REAL *x, REAL *y, REAL *scratch) {
+                   const REAL *x, const REAL *tokens, REAL *y, REAL *scratch) {
     int inner = m->heads * m->width;
     Memory reader = *m;
     reader.before = before;
     REAL *in = scratch, *q = in + batch * m->dim, *gate = q + batch * inner, *out = gate + batch * inner;
     REAL *layers = out + batch * inner;
-    take_in(&reader, batch, x, in);
+    take_in(&reader, batch, x, tokens, in);
     linear(batch, inner, m->dim, m->to_qkv, in, q, threads);
     convolve(m, batch, 1, conv, q);
     linear(batch, inner, m->dim, m->to_gate, in, gate, threads);
@@ -413,18 +415,18 @@ static size_t block_room(const Block *block, int batch) {
     return 2 * (size_t)batch * block->ffn->dim + (most > ffn ? most : ffn);
 }
 
-static void step_block(const Block *block, int batch, int threads, REAL *x, REAL *scratch) {
+static void step_block(const Block *block, int batch, int threads, REAL *x, const REAL *tokens, REAL *scratch) {
     int dim = block->ffn->dim, size = batch * dim;
     Memory *memory = block->memory;
     Attention *attention = block->attention;
     REAL *y = scratch, *m = y + size, *rest = m + size;
     if (block->kind == CONTEXT) {
         if (memory) /* Eq. 21 */
-            recall(memory, block->start, block->conv, batch, threads, attention->before, x, m, rest);
+            recall(memory, block->start, block->conv, batch, threads, attention->before, x, tokens, m, rest);
         attend(attention, batch, threads, x, memory ? m : NULL, y, rest); /* Eq. 22, 23 */
         add(size, 1, y, x);
         if (memory) {
-            remember(memory, batch, threads, x, m, rest); /* Eq. 24 */
+            remember(memory, batch, threads, x, tokens, m, rest); /* Eq. 24 */
             memcpy(y, x, size * sizeof(REAL));
             combine(block, batch, dim, y, m, x); /* Eq. 25 */
         }
@@ -436,11 +438,11 @@ static void step_block(const Block *block, int batch, int threads, REAL *x, REAL
         }
     } else if (block->kind == GATED && memory && attention) {
         attend(attention, batch, threads, x, NULL, y, rest); /* Eq. 27 */
-        remember(memory, batch, threads, x, m, rest);
+        remember(memory, batch, threads, x, tokens, m, rest);
         combine(block, batch, dim, y, m, x); /* Eq. 28 */
     } else {
         if (memory) {
-            remember(memory, batch, threads, x, m, rest); /* Eq. 30 */
+            remember(memory, batch, threads, x, tokens, m, rest); /* Eq. 30 */
             add(size, 1, m, x);
         }
         if (attention) {
@@ -451,16 +453,18 @@ static void step_block(const Block *block, int batch, int threads, REAL *x, REAL
     feed_forward(block->ffn, batch, threads, x, rest);
 }
 
-/* x (batch, dim) through consecutive blocks, in place: either all of them take the token or none does. */
+/* x (batch, dim) through all blocks of a model, in place: either all of them take the token or none does. */
 int titans_step_blocks(const Block *const *blocks, int count, int batch, int threads, REAL *x) {
     size_t room = 0;
     for (int i = 0; i < count; i++) {
         size_t needed = block_room(blocks[i], batch);
         room = needed > room ? needed : room;
     }
-    REAL *scratch = malloc(room * sizeof(REAL));
+    size_t size = count ? (size_t)batch * blocks[0]->ffn->dim : 0;
+    REAL *scratch = malloc((room + size) * sizeof(REAL)), *tokens = scratch ? scratch + room : NULL;
     if (!scratch) return 1;
-    for (int i = 0; i < count; i++) step_block(blocks[i], batch, threads, x, scratch);
+    memcpy(tokens, x, size * sizeof(REAL));
+    for (int i = 0; i < count; i++) step_block(blocks[i], batch, threads, x, tokens, scratch);
     free(scratch);
     return 0;
 }
@@ -469,7 +473,7 @@ int titans_step_blocks(const Block *const *blocks, int count, int batch, int thr
 int titans_step_memory(Memory *memory, int batch, int threads, const REAL *x, REAL *y) {
     REAL *scratch = malloc(memory_room(memory, batch) * sizeof(REAL));
     if (!scratch) return 1;
-    remember(memory, batch, threads, x, y, scratch);
+    remember(memory, batch, threads, x, NULL, y, scratch);
     free(scratch);
     return 0;
 }

@@ -31,6 +31,7 @@ class Memory(ctypes.Structure):
         ("eta_max", ctypes.c_double),
         *((name, ctypes.POINTER(ctypes.c_int)) for name in ("outs", "ins")),
         *((name, Norm) for name in ("before", "after")),
+        ("skip", ctypes.c_void_p),
         *((name, ctypes.c_void_p) for name in ("to_qkv", "kernel", "to_gates", "gate_bias", "alpha", "to_gate")),
         ("to_out", ctypes.c_void_p),
         *((name, _POINTERS) for name in ("rest", "weights", "momentum", "anchor")),
