@@ -66,8 +66,8 @@ class TitansConfig(PreTrainedConfig):
         segment_size: MAC: tokens of a segment, C in the paper.
         window_size: MAG, MAL: tokens that a token's attention sees, itself included.
         num_persistent_tokens: learnable tokens of each block (Eq. 19); 0: none.
-        token_skip: whether the memories of all blocks but the first see the tokens' embeddings beside the stream,
-            weighed by channel; otherwise what earlier blocks have added soon outweighs them.
+        token_skip: whether memories see the tokens' embeddings beside the stream, weighed by channel, wherever
+            something was added to it before; what earlier blocks have added soon outweighs them.
         use_memory, use_attention: switch either off.
         gate: MAC, MAG: how attention y and memory m, both normalised, are combined: ``"sigmoid"``, y sigmoid(m), the
             default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``. None: the

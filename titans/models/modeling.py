@@ -51,15 +51,16 @@ class MALLayer(GradientCheckpointingLayer, MALBlock):
     """:class:`titans.layers.MALBlock`, with gradient checkpointing."""
 
 
-def make_layer(config: TitansConfig, first: bool) -> nn.Module:
-    """A block of the model that ``config`` describes; the first of them sees the tokens anyway."""
+def make_layer(config: TitansConfig, first: bool = False) -> nn.Module:
+    """A block of the model that ``config`` describes."""
     dim = config.hidden_size
     assert config.intermediate_size is not None
     options: dict[str, Any] = {
         "persistent": config.num_persistent_tokens,
         "ffn": config.ffn,
         "ffn_multiplier": config.intermediate_size / dim,
-        "token_skip": config.token_skip and not first,
+        # the first memory sees the tokens anyway, unless attention stands before it
+        "token_skip": config.token_skip and not (first and config.variant != "mac"),
     }
     memory = NeuralMemory(dim, **config.memory_options, check_values=False) if config.use_memory else None
     if config.variant == "lmm":
