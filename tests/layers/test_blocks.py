@@ -47,53 +47,73 @@ def feed_forward(made: Any, x: Tensor) -> Tensor:
 
 NAMES = ("lmm", "mac", "mag", "mal")
 every_block = pytest.mark.parametrize("name", NAMES)
+with_and_without_skip = pytest.mark.parametrize("skip", [False, True], ids=["stream", "stream and tokens"])
 
 
+def skipped(made: Any, tokens: Tensor) -> Tensor | int:
+    """What the memory sees beside the stream."""
+    return 0 if made.token_skip is None else made.token_skip * tokens
+
+
+@with_and_without_skip
 @torch.no_grad()
-def test_mac_is_its_equations_token_by_token() -> None:
+def test_mac_is_its_equations_token_by_token(skip: bool) -> None:
     """Eq. 21 to 25 with one softmax a token, and a memory that is copied where a segment starts."""
-    made = block("mac")
-    x = stream(2 * SIZE + 2, batch=1)
+    made = block("mac", token_skip=skip)
+    x, originals = stream(2 * SIZE + 2, batch=1), stream(2 * SIZE + 2).flip(1)[:1]
     memory, attention = made.memory, made.attention
     state = memory.init_state(1)
     start, normed = state.weights, made.attention_norm(x)
+    seen = normed + skipped(made, originals)
     outputs: list[Tensor] = []
     h: list[Tensor] = []
     for t in range(x.shape[1]):
         place = t % SIZE
         if place == 0:
             start, h = state.weights, []
-        past = memory.read_stream(normed[:, :t], start, None)[1] if t else None
-        h.append(memory.read_stream(normed[:, t : t + 1], start, past)[0])  # Eq. 21
+        past = memory.read_stream(seen[:, :t], start, None)[1] if t else None
+        h.append(memory.read_stream(seen[:, t : t + 1], start, past)[0])  # Eq. 21
         tokens, said = normed[:, t - place : t + 1], torch.cat(h, dim=1)
         y, _ = attention(tokens, said, None, made.attention_norm(made.persistent))  # Eq. 22, 23
         y = x[:, t : t + 1] + y[:, -1:]
-        m, state = memory(made.memory_norm(y), state)  # Eq. 24
+        m, state = memory(made.memory_norm(y) + skipped(made, originals[:, t : t + 1]), state)  # Eq. 24
         gate = torch.sigmoid(made.gate.y_norm(y) + made.gate.shift)
         outputs.append(feed_forward(made, y + made.gate.m_norm(m) * gate))  # Eq. 25
-    torch.testing.assert_close(made(x)[0], torch.cat(outputs, dim=1), rtol=0, atol=1e-10)
+    torch.testing.assert_close(made(x, tokens=originals)[0], torch.cat(outputs, dim=1), rtol=0, atol=1e-10)
 
 
+@with_and_without_skip
 @torch.no_grad()
-def test_mag_is_its_equations() -> None:
-    made = block("mag")
-    x = stream(11)
+def test_mag_is_its_equations(skip: bool) -> None:
+    made = block("mag", token_skip=skip)
+    x, originals = stream(11), stream(11).flip(1)
     normed, prefix = made.attention_norm(x), made.attention_norm(made.persistent)
     y, _ = made.attention(normed, prefix=prefix)  # Eq. 27
-    m, _ = made.memory(torch.cat([prefix.expand(2, -1, -1), normed], dim=1))
+    m, _ = made.memory(torch.cat([prefix.expand(2, -1, -1), normed + skipped(made, originals)], dim=1))
     gated = (made.gate.y_norm(y) + made.gate.shift) * torch.sigmoid(made.gate.m_norm(m[:, 3:]))  # Eq. 28
-    torch.testing.assert_close(made(x)[0], feed_forward(made, x + gated), rtol=0, atol=1e-10)
+    torch.testing.assert_close(made(x, tokens=originals)[0], feed_forward(made, x + gated), rtol=0, atol=1e-10)
+
+
+@with_and_without_skip
+@torch.no_grad()
+def test_mal_is_its_equations(skip: bool) -> None:
+    made = block("mal", token_skip=skip)
+    x, originals = stream(11), stream(11).flip(1)
+    prefix = made.memory_norm(made.persistent).expand(2, -1, -1)
+    m, _ = made.memory(torch.cat([prefix, made.memory_norm(x) + skipped(made, originals)], dim=1))  # Eq. 30
+    between = x + m[:, 3:]
+    y, _ = made.attention(made.attention_norm(between), prefix=made.attention_norm(made.persistent))  # Eq. 31
+    torch.testing.assert_close(made(x, tokens=originals)[0], feed_forward(made, between + y), rtol=0, atol=1e-10)
 
 
 @torch.no_grad()
-def test_mal_is_its_equations() -> None:
-    made = block("mal")
-    x = stream(11)
-    prefix = made.memory_norm(made.persistent).expand(2, -1, -1)
-    m, _ = made.memory(torch.cat([prefix, made.memory_norm(x)], dim=1))  # Eq. 30
-    between = x + m[:, 3:]
-    y, _ = made.attention(made.attention_norm(between), prefix=made.attention_norm(made.persistent))  # Eq. 31
-    torch.testing.assert_close(made(x)[0], feed_forward(made, between + y), rtol=0, atol=1e-10)
+def test_a_block_that_sees_tokens_wants_them_and_one_without_memory_has_no_use_for_them() -> None:
+    for name in NAMES:
+        with pytest.raises(
+            ValueError, match="^tokens is None and the block has a token_skip; expected x as it was before"
+        ):
+            block(name, token_skip=True)(stream(5))
+    assert MALBlock(DIM, None, parts()[2], token_skip=True).token_skip is None
 
 
 @torch.no_grad()

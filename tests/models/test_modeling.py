@@ -449,9 +449,11 @@ def test_presets_and_switches_reach_the_layers() -> None:
     assert changed.memory_momentum and changed.preset is None  # it is no longer what it would be called
     assert TitansConfig.from_preset("gated-deltanet", variant="mag").preset == "gated-deltanet"
     for kind in SWITCHES:
-        layer = model(kind).model.layers[0]
+        layer, second = model(kind).model.layers
         assert (layer.memory is None) == ("no memory" in kind)
-        assert (layer.attention is None) == ("no attention" in kind)
+        assert (layer.attention is None) == ("no attention" in kind or kind.startswith("lmm"))
+        assert (second.token_skip is not None) == ("token skip" in kind)
+        assert (layer.token_skip is not None) == (kind == "mac, token skip")  # attention stands before its memory
     assert isinstance(TitansModel(config("mac")), TitansModel)
     assert isinstance(AutoConfig.for_model("titans"), TitansConfig)
 
