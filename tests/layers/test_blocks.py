@@ -110,7 +110,7 @@ def test_mal_is_its_equations(skip: bool) -> None:
 def test_a_block_that_sees_tokens_wants_them_and_one_without_memory_has_no_use_for_them() -> None:
     for name in NAMES:
         with pytest.raises(
-            ValueError, match="^tokens is None and the block has a token_skip; expected x as it was before"
+            ValueError, match=r"^tokens is None and the block has a token_skip; expected x as it was before"
         ):
             block(name, token_skip=True)(stream(5))
     assert MALBlock(DIM, None, parts()[2], token_skip=True).token_skip is None
