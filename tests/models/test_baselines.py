@@ -53,13 +53,21 @@ def test_every_name_builds_a_model_of_the_same_size_that_reads_and_has_a_state(n
         assert short == long
 
 
+@pytest.mark.parametrize("vocab_size", [258, 2048])
 @pytest.mark.parametrize("name", NAMES)
-def test_every_name_has_the_size_in_its_best_shape(name: str) -> None:
-    config = config_for(name, "1.5m")
+def test_every_name_has_the_size_in_its_best_shape(name: str, vocab_size: int) -> None:
+    config = config_for(name, "1.5m", vocab_size=vocab_size)
     assert abs(count_parameters(config) / 1_500_000 - 1) < 0.05
-    assert best(name, "1.5m").rate > 0
-    for field, value in best(name, "1.5m").shape.items():
+    found = best(name, "1.5m", vocab_size)
+    assert found.rate > 0
+    for field, value in found.shape.items():
         assert getattr(config, field) == value
+
+
+def test_bytes_have_shapes_of_their_own() -> None:
+    assert config_for("lmm", "1.5m", vocab_size=258).num_hidden_layers == 4
+    assert config_for("lmm", "1.5m").num_hidden_layers == 3
+    assert best("mac", "1.5m", 258) == best("mac", "1.5m")  # not searched for
 
 
 def test_a_best_shape_is_one_choice_that_a_given_field_undoes() -> None:

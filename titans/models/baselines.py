@@ -71,15 +71,16 @@ class Best:
 
 
 _LINEAR: dict[str, Any] = {"hidden_size": 192, "memory_depth": 1, "memory_heads": 4, "memory_head_dim": 80}
+_ALONE = _LINEAR | {"token_skip": True}  # measured for memories alone, not beside attention
 # What `titans experiment shapes` found (docs/results/shapes.md). At other sizes no search was made: there all models
 # have the width and the heads of their size.
 BEST: dict[str, dict[str, Best]] = {
     "1.5m": {
-        "lmm": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3),
+        "lmm": Best(_ALONE | {"num_hidden_layers": 3}, 8e-3),
         "mac": Best(_LINEAR | {"num_hidden_layers": 2}),
         "mag": Best(_LINEAR | {"num_hidden_layers": 2}, 8e-3),
         "mal": Best(_LINEAR | {"num_hidden_layers": 3, "hidden_size": 160}),
-        "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3),
+        "gated-deltanet": Best(_ALONE | {"num_hidden_layers": 3}, 8e-3),
         "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}, 8e-3),
         "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}),
         "transformer++": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 8}),
@@ -87,7 +88,15 @@ BEST: dict[str, dict[str, Best]] = {
 }
 # The same for bytes, whose embeddings leave more parameters to the layers.
 SMALL_VOCABULARY = 512
-BEST_OF_BYTES: dict[str, dict[str, Best]] = {"1.5m": {}}
+BEST_OF_BYTES: dict[str, dict[str, Best]] = {
+    "1.5m": {
+        "lmm": Best(_ALONE | {"num_hidden_layers": 4}),
+        "mal": Best(_LINEAR | {"num_hidden_layers": 6, "hidden_size": 128, "memory_head_dim": 64}),
+        "gated-deltanet": Best(_ALONE | {"num_hidden_layers": 4}, 8e-3),
+        "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}),
+        "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}, 8e-3),
+    },
+}
 OTHERS: dict[str, type[PreTrainedConfig]] = {
     "sliding-window": TitansConfig,
     "transformer++": LlamaConfig,
