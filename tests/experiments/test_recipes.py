@@ -99,8 +99,11 @@ def test_babilong_asks_more_of_stories_that_follow_rules() -> None:
     asked = {"questions": 10, "also": ["qa1", "who"], "babi.ask": "end"}
     assert ruled.train["task"] == {"babi.longest": 256, "task": "qa2"} | asked
     assert ruled.models["mac"]["num_hidden_layers"] == 4 and ruled.train["steps"] == 1600
-    assert ruled.models["mac"]["memory_conv_start"] == "mean"
-    assert "memory_conv_start" not in find_experiment("babilong").models["mac"]
+    assert ruled.models["lmm"]["memory_conv_start"] == "mean" and "memory_conv_start" not in ruled.models["mac"]
+    assert "memory_conv_start" not in find_experiment("babilong").models["lmm"]
+    fewer = find_experiment("babilong", {"task": "qa2", "also": ["who"]}).train["task"]
+    assert (fewer["also"], fewer["questions"]) == (["who"], 6)
+    assert find_experiment("babilong", {"task": "who"}).train["data"] == "task:babilong"  # which refuses it
     assert (other.train["data"], other.train["shortest"], other.train["task"]) == (
         "task:babilong",
         512,

@@ -37,7 +37,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "token_skip": True,
     },
     "mac, no memory": {"variant": "mac", "use_memory": False},
-    "mac, no attention": {"variant": "mac", "use_attention": False},
+    "mac, no attention, token skip": {"variant": "mac", "use_attention": False, "token_skip": True},
     "mac, no persistent": {"variant": "mac", "num_persistent_tokens": 0, "gate": "silu"},
     "mac, no convolution": {"variant": "mac", "memory_conv_kernel": 0, "memory_gates": "constant"},
     "mag, no memory": {"variant": "mag", "use_memory": False, "gate": "sum"},

@@ -255,6 +255,7 @@ def test_stories_of_qa2_may_be_asked_about_people_too_in_training_alone() -> Non
     assert 0 < sum("the" in question for question in questions) < len(questions)
     tested = [BYTES.decode(example(both, "test", 0, number, {"facts": 8}, BYTES).tokens) for number in range(10)]
     assert all("Where is the" in text for text in tested)
+    assert Babi(task="qa2", also=("who", "qa1")).most_questions == 10
     for task, also in (("qa2", ("qa3",)), ("qa2", ("qa1", "qa1")), ("qa2", "qa1"), ("qa1", ("qa2",))):
         with pytest.raises(ValueError, match=r"^also is .* and task is .*; expected \('qa1', 'who'\) or one of them"):
             Babi(task=task, also=also)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ LARGEST = 10.0  # standardised states beyond it are cut: the first tokens of a t
 FLOOR = 0.35  # of likeness at the start: the values of two tokens have less
 SOFTNESS = 0.03  # over what width it is passed
 STEP = 0.9  # of a token at the start: it is learned at once
-FIXED = ("heads", "head_dim", "depth", "conv_kernel")
+FIXED = ("heads", "head_dim", "depth", "conv_kernel", "conv_start")
 
 
 class TapMemory(NeuralMemory):

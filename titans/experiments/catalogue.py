@@ -16,7 +16,7 @@ from titans.experiments.tasks import TaskExperiment
 from titans.models.baselines import config_class
 from titans.models.configuration import TitansConfig
 from titans.tasks import deal_settings
-from titans.tasks.babi import ALSO, QUESTIONS
+from titans.tasks.babi import ALSO, FACTS, QUESTIONS
 from titans.training.config import TASK
 from titans.words import nearest, sentence
 
@@ -143,16 +143,19 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     """What depends on the task: stories whose questions follow from rules can be asked more than their files do."""
     task = str(settings.get("task", "qa1"))
     train, model, models = dict(recipe["train"]), dict(recipe["model"]), dict(recipe["models"])
-    if task in QUESTIONS:
+    if task in FACTS:
         train |= {"data": f"{train['data']},babi", "shortest": 128}
         train["task"] = {"questions": len(QUESTIONS[task].asked), "babi.longest": 256}
-    if task == "qa2":
-        # Where a thing is follows from who has it and where people are. "Mary got the milk" says its value before its
-        # key, "Mary went to the garden" after it: convolutions that start with all of a sentence take both.
-        model |= {"num_hidden_layers": 4, "memory_conv_start": "mean"}
+    if task == "qa2":  # where a thing is follows from who has it and where people are
+        model["num_hidden_layers"] = 4
         models["mamba2"] = models["mamba2"] | {"num_hidden_layers": 8}  # of about as many parameters
+        # "Mary got the milk" says its value before its key, "Mary went to the garden" after it: convolutions that start
+        # with all of a sentence take both. MAC does not learn from there.
+        models["lmm"] = models["lmm"] | {"memory_conv_start": "mean"}
         train["steps"] *= 2
-        asked = sum(len(QUESTIONS[each].asked) for each in (task, *ALSO))
+        also = settings.get("also", ALSO)
+        known = [each for each in (task, *also) if each in QUESTIONS] if isinstance(also, (list, tuple)) else [task]
+        asked = sum(len(QUESTIONS[each].asked) for each in known)
         train["task"] |= {"also": list(ALSO), "questions": asked, "babi.ask": "end"}
     name, title = f"babilong-{task}", f"{recipe['title']} {task}"
     return recipe | {"name": name, "title": title, "model": model, "models": models, "train": train}

@@ -87,10 +87,10 @@ class NeuralMemory(nn.Module):
         unit_keys: scale queries and keys to length 1.
         conv_kernel: width of the causal convolutions on q, k and v; 0: none.
         conv_start: what the convolutions pass on at first: ``"token"``, the present token; ``"mean"``, the last
-            ``conv_kernel`` tokens alike, so that words of one sentence are bound to each other in whatever order they
-            stand. Training may change either.
+            ``conv_kernel`` tokens with equal weights, so that words of one sentence are bound to each other in whatever
+            order they stand. Keys of local heads start as ``local_heads`` says. Training may change either.
         local_heads: how many heads start with keys that mix the last tokens and with fast forgetting, which suits
-            text; the others start with the present token as key and slow forgetting, which suits looking things up.
+            text; the others start as ``conv_start`` says and with slow forgetting, which suits looking things up.
             Training may change either. None: all but one.
         momentum, forgetting: switch either off.
         forget_to: ``"start"``: what is forgotten returns to the learned start M_0, where the memory can learn again;

@@ -246,8 +246,8 @@ def open_memory(memory: NeuralMemory, state: MemoryState, x: Tensor) -> MemorySt
 
 
 def step_blocks(steps: Sequence[BlockStep], x: Tensor) -> Tensor:
-    """x (batch, dim), a token of every sequence, after the blocks: all of them have taken it, or an error was raised
-    and none has."""
+    """x (batch, dim), a token of every sequence, after all blocks of a model: all of them have taken it, or an error
+    was raised and none has. x is also what blocks with a ``token_skip`` see."""
     return native.step_blocks([step.described for step in steps], x)
 
 

@@ -62,37 +62,39 @@ class Best:
     """The best of what was tried for a model at a size.
 
     Attributes:
-        shape: fields of its config.
+        shape: fields of its config, one choice: who changes one of them has none of it.
         rate: the learning rate in that shape.
+        options: other fields of its config, in any shape.
     """
 
     shape: dict[str, Any] = field(default_factory=dict)
     rate: float = RATE
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 _LINEAR: dict[str, Any] = {"hidden_size": 192, "memory_depth": 1, "memory_heads": 4, "memory_head_dim": 80}
-_ALONE = _LINEAR | {"token_skip": True}  # measured for memories alone, not beside attention
+_SKIP = {"token_skip": True}  # measured with the LMM (docs/log.md), and so given to Gated DeltaNet as well
 # What `titans experiment shapes` found (docs/results/shapes.md). At other sizes no search was made: there all models
 # have the width and the heads of their size.
 BEST: dict[str, dict[str, Best]] = {
     "1.5m": {
-        "lmm": Best(_ALONE | {"num_hidden_layers": 3}, 8e-3),
+        "lmm": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3, _SKIP),
         "mac": Best(_LINEAR | {"num_hidden_layers": 2}),
         "mag": Best(_LINEAR | {"num_hidden_layers": 2}, 8e-3),
         "mal": Best(_LINEAR | {"num_hidden_layers": 3, "hidden_size": 160}),
-        "gated-deltanet": Best(_ALONE | {"num_hidden_layers": 3}, 8e-3),
+        "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3, _SKIP),
         "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}, 8e-3),
         "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}),
         "transformer++": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 8}),
     },
 }
-# The same for bytes, whose embeddings leave more parameters to the layers.
+# The same for bytes, whose embeddings leave more parameters to the layers. LMM's rate was chosen again with token_skip.
 SMALL_VOCABULARY = 512
 BEST_OF_BYTES: dict[str, dict[str, Best]] = {
     "1.5m": {
-        "lmm": Best(_ALONE | {"num_hidden_layers": 4}),
+        "lmm": Best(_LINEAR | {"num_hidden_layers": 4}, 4e-3, _SKIP),
         "mal": Best(_LINEAR | {"num_hidden_layers": 6, "hidden_size": 128, "memory_head_dim": 64}),
-        "gated-deltanet": Best(_ALONE | {"num_hidden_layers": 4}, 8e-3),
+        "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 4}, 8e-3, _SKIP),
         "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}),
         "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}, 8e-3),
     },
@@ -144,7 +146,8 @@ def config_for(name: str, size: str, **overrides: Any) -> PreTrainedConfig:
     if size not in SIZES:
         raise ValueError(f"size is {size!r}; expected one of {', '.join(SIZES)}")
     own = SIZES[size]
-    shape = best(name, size, overrides.get("vocab_size", own.vocab_size)).shape
+    known = best(name, size, overrides.get("vocab_size", own.vocab_size))
+    shape, overrides = known.shape, known.options | overrides
     if all(overrides.get(each, value) == value for each, value in shape.items()):  # a shape is one choice
         overrides = shape | overrides
     common: dict[str, Any] = {

@@ -282,7 +282,7 @@ class TitansConfig(PreTrainedConfig):
 NOT_IN_CACHE = (
     "prediction_length", "linear_skip", "dropout", "loss", "huber_delta", "quantiles", "pooling",
     "preset", "vocab_size", "initializer_range", "use_cache", "tie_word_embeddings", "pad_token_id", "bos_token_id",
-    "eos_token_id", "memory_first_order", "memory_checkpoint_every", "max_position_embeddings",
+    "eos_token_id", "memory_first_order", "memory_checkpoint_every", "memory_conv_start", "max_position_embeddings",
 )  # fmt: skip
 
 

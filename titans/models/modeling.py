@@ -60,7 +60,7 @@ def make_layer(config: TitansConfig, first: bool = False) -> nn.Module:
         "ffn": config.ffn,
         "ffn_multiplier": config.intermediate_size / dim,
         # the first memory sees the tokens anyway, unless attention stands before it
-        "token_skip": config.token_skip and not (first and config.variant != "mac"),
+        "token_skip": config.token_skip and (not first or (config.variant == "mac" and config.use_attention)),
     }
     memory = NeuralMemory(dim, **config.memory_options, check_values=False) if config.use_memory else None
     if config.variant == "lmm":

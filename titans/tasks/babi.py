@@ -6,6 +6,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -88,7 +89,8 @@ class StoryTask(Task):
     def __post_init__(self) -> None:
         if self.task not in ANSWERS:
             raise ValueError(f"task is {self.task!r}; expected one of {', '.join(ANSWERS)}")
-        if self.also not in ((), ALSO, ALSO[:1], ALSO[1:]) or (self.also and self.task != "qa2"):
+        repeated = len(set(self.also)) < len(self.also)
+        if not set(self.also) <= set(ALSO) or repeated or (self.also and self.task != "qa2"):
             raise ValueError(
                 f"also is {self.also!r} and task is {self.task!r}; expected ('qa1', 'who') or one of them with qa2, "
                 "or nothing"
@@ -237,26 +239,25 @@ class Babi(StoryTask):
         return Example(tokens, answers, boundary)
 
     def _asked_at_the_end(self, rng: random.Random, story: Story, room: int, split: str, tokenizer: Any) -> Example:
-        """As many facts of a story as leave room for some questions, and these."""
+        """Some facts of a story that leave room for a question at least, and as many questions as fit."""
         if not self.understands(story):
             return self._written(rng, story, room, split, tokenizer)
         writer = writer_for(tokenizer)
-        tokens, number = list(writer.opening), 0
+        tokens = list(writer.opening)
+        facts = [writer.write(f" {fact}") for fact in story.facts]
+        ends = list(accumulate(map(len, facts), initial=len(tokens)))
         question, answer = writer.ask(ask_for(story), f" {story.answer}")
-        for_facts = room - rng.randint(1, self.most_questions) * (len(question) + len(answer))
-        for fact in story.facts:
-            written = writer.write(f" {fact}")
-            if number and len(tokens) + len(written) > for_facts:
-                break
-            tokens += written
-            number += 1
+        fitting = [number for number in range(1, len(ends)) if ends[number] + len(question) + len(answer) <= room]
+        number = rng.choice(fitting) if fitting else 0
+        for fact in facts[:number]:
+            tokens += fact
         boundary, answers = len(tokens), []
         asked = self.answered(story.facts[:number], split)
         for chosen in rng.sample(asked, len(asked)):
             question, answer = writer.ask(ask_for(chosen), f" {chosen.answer}")
             if len(tokens) + len(question) + len(answer) <= room:
                 answers.append(append_question(tokens, question, answer))
-        return Example(tokens, answers if len(tokens) <= room else [], boundary)
+        return Example(tokens, answers, boundary)
 
 
 def ask_for(story: Story) -> str:
