@@ -66,7 +66,8 @@ def test_every_name_has_the_size_in_its_best_shape(name: str, vocab_size: int) -
 
 def test_options_hold_in_any_shape_and_can_be_changed_by_themselves() -> None:
     best_shape, without = config_for("lmm", "1.5m"), config_for("lmm", "1.5m", token_skip=False)
-    other = config_for("lmm", "1.5m", num_hidden_layers=4, hidden_size=160, memory_heads=4, memory_head_dim=80)
+    fields = {"num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 80, "memory_depth": 1}
+    other = config_for("lmm", "1.5m", **fields)
     assert best_shape.token_skip and other.token_skip and not without.token_skip
     assert without.hidden_size == best_shape.hidden_size
     assert not config_for("mag", "1.5m").token_skip
