@@ -29,7 +29,6 @@ CHUNKED = {"memory_mode": "chunked", "memory_chunk_size": CHUNK}
 VARIANTS: dict[str, dict[str, Any]] = {name: {"variant": name} for name in ("lmm", "mac", "mag", "mal")}
 SWITCHES: dict[str, dict[str, Any]] = {
     "lmm, token skip": {"variant": "lmm", "token_skip": True},
-    "mac, token skip": {"variant": "mac", "token_skip": True},
     "mac, chunked": {"variant": "mac", **CHUNKED},
     "mag, chunked, linear": {"variant": "mag", "memory_depth": 1, **CHUNKED},
     "mal, linear, untied, plain, token skip": {
@@ -39,7 +38,9 @@ SWITCHES: dict[str, dict[str, Any]] = {
     "mac, no memory": {"variant": "mac", "use_memory": False},
     "mac, no attention, token skip": {"variant": "mac", "use_attention": False, "token_skip": True},
     "mac, no persistent": {"variant": "mac", "num_persistent_tokens": 0, "gate": "silu"},
-    "mac, no convolution": {"variant": "mac", "memory_conv_kernel": 0, "memory_gates": "constant"},
+    "mac, no convolution, token skip": {
+        "variant": "mac", "memory_conv_kernel": 0, "memory_gates": "constant", "token_skip": True,
+    },
     "mag, no memory": {"variant": "mag", "use_memory": False, "gate": "sum"},
     "mag, no attention": {"variant": "mag", "use_attention": False},
     "mag, multiply, token skip": {"variant": "mag", "gate": "multiply", "token_skip": True},

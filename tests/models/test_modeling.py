@@ -453,7 +453,7 @@ def test_presets_and_switches_reach_the_layers() -> None:
         assert (layer.memory is None) == ("no memory" in kind)
         assert (layer.attention is None) == ("no attention" in kind or kind.startswith("lmm"))
         assert (second.token_skip is not None) == ("token skip" in kind)
-        assert (layer.token_skip is not None) == (kind == "mac, token skip")  # attention stands before its memory
+        assert (layer.token_skip is not None) == (kind == "mac, no convolution, token skip")  # attention comes first
     assert isinstance(TitansModel(config("mac")), TitansModel)
     assert isinstance(AutoConfig.for_model("titans"), TitansConfig)
 
