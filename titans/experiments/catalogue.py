@@ -16,7 +16,7 @@ from titans.experiments.tasks import TaskExperiment
 from titans.models.baselines import config_class
 from titans.models.configuration import TitansConfig
 from titans.tasks import deal_settings
-from titans.tasks.babi import ALSO, FACTS, QUESTIONS
+from titans.tasks.babi import ALSO, FACTS, count_questions
 from titans.training.config import TASK
 from titans.words import nearest, sentence
 
@@ -145,7 +145,7 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
     train, model, models = dict(recipe["train"]), dict(recipe["model"]), dict(recipe["models"])
     if task in FACTS:
         train |= {"data": f"{train['data']},babi", "shortest": 128}
-        train["task"] = {"questions": len(QUESTIONS[task].asked), "babi.longest": 256}
+        train["task"] = {"questions": count_questions(task), "babi.longest": 256}
     if task == "qa2":  # where a thing is follows from who has it and where people are
         model["num_hidden_layers"] = 4
         models["mamba2"] = models["mamba2"] | {"num_hidden_layers": 8}  # of about as many parameters
@@ -154,8 +154,7 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         models["lmm"] = models["lmm"] | {"memory_conv_start": "mean"}
         train["steps"] *= 2
         also = settings.get("also", ALSO)
-        known = [each for each in (task, *also) if each in QUESTIONS] if isinstance(also, (list, tuple)) else [task]
-        asked = sum(len(QUESTIONS[each].asked) for each in known)
+        asked = count_questions(task, *(also if isinstance(also, (list, tuple)) else ()))
         train["task"] |= {"also": list(ALSO), "questions": asked, "babi.ask": "end"}
     name, title = f"babilong-{task}", f"{recipe['title']} {task}"
     return recipe | {"name": name, "title": title, "model": model, "models": models, "train": train}

@@ -132,7 +132,7 @@ class StoryTask(Task):
     @property
     def most_questions(self) -> int:
         """How many questions our rules can answer of one story, at most; those of ``also`` too."""
-        return sum(len(QUESTIONS[task].asked) for task in (self.task, *self.also) if task in QUESTIONS)
+        return count_questions(self.task, *self.also)
 
     def answered(self, facts: Sequence[str], split: str) -> list[Story]:
         """All questions that our rules can answer from the facts and that a split may ask, also those of ``also``."""
@@ -258,6 +258,11 @@ class Babi(StoryTask):
             if len(tokens) + len(question) + len(answer) <= room:
                 answers.append(append_question(tokens, question, answer))
         return Example(tokens, answers, boundary)
+
+
+def count_questions(*tasks: str) -> int:
+    """How many questions our rules can answer of one story, at most."""
+    return sum(len(QUESTIONS[task].asked) for task in tasks if task in QUESTIONS)
 
 
 def ask_for(story: Story) -> str:
