@@ -202,7 +202,7 @@ def test_a_recipe_that_is_not_there_and_an_unknown_name_are_one_sentence(capsys:
         with pytest.raises(SystemExit) as end:
             command(["experiment", name])
         words = capsys.readouterr().err
-        assert end.value.code == 2 and said in words and words.count("\n") == 1
+        assert end.value.code == 2 and said in words and words.count("\n") == 1 and "Did you mean" not in words
     with pytest.raises(ValueError, match=r"^experiment is 'recal': did you mean recall\?$"):
         find_experiment("recal")
 

@@ -74,6 +74,7 @@ class Experiments(TyperGroup):
         if cmd_name not in self.commands:
             self._find()
         if cmd_name not in self.commands:
+            self.suggest_commands = False  # or a second suggestion follows this one
             raise typer.BadParameter(f"experiment is {cmd_name!r}: {nearest(cmd_name, self.commands)}")
         return super().get_command(ctx, cmd_name)
 
