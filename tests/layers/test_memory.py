@@ -358,14 +358,16 @@ def test_a_saved_and_loaded_state_goes_on_identically(mode: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("gates", ["token", "constant"])
-def test_a_price_on_writing_is_a_part_of_what_is_minimised(gates: str) -> None:
+def test_a_price_on_writing_and_forgetting_is_a_part_of_what_is_minimised(gates: str) -> None:
     layer, x = memory(gates=gates), tokens()
 
     def gradients(priced: bool) -> list[Tensor]:
         layer.write_price = torch.tensor(0.3, dtype=torch.float64) if priced else None
         loss = layer(x)[0].square().sum()
         if not priced:
-            raw = layer.to_gates(x)[..., : layer.heads] if layer.to_gates else layer.gate_bias[0].expand(2, TIME, -1)
+            assert layer.gate_names[:2] == ("theta", "alpha")
+            bias = layer.gate_bias
+            raw = layer.to_gates(x)[..., : 2 * layer.heads] if bias is None else bias[:2].expand(2, TIME, -1, -1)
             loss = loss + 0.3 * torch.sigmoid(raw).sum()
         return list(torch.autograd.grad(loss, list(layer.parameters())))
 

@@ -111,9 +111,9 @@ class TrainConfig:
     clip: float = 1.0
     """The largest norm of the gradient."""
     write_cost: float = 0.0
-    """What writing costs: this times the mean of theta over tokens and heads is added to what is minimised (not to the
-    loss that is shown), growing from nothing with the square of the steps. On texts much longer than those of the
-    training, a memory that writes less keeps what it has for longer."""
+    """What writing and forgetting cost: this times the mean of theta and of alpha over tokens and heads is added to what
+    is minimised (not to the loss that is shown), growing from nothing with the square of the steps. On texts much longer
+    than those of the training, a memory that writes and forgets less keeps what it has for longer."""
     outer_gradients: str = "second"
     """second: gradients go through the memory's own gradients; first: these are constants, which is cheaper."""
     seed: int = 0

@@ -112,7 +112,7 @@ class MemoryTrainer(Trainer):
 
     @contextlib.contextmanager
     def _writing_costs(self) -> Iterator[None]:
-        """While open, every write of a memory has its price, also where checkpointing computes it again."""
+        """While open, what a memory writes and forgets has its price, also where checkpointing computes it again."""
         if not self.config.write_cost:
             yield
             return
