@@ -362,7 +362,7 @@ def test_a_price_on_writing_and_forgetting_is_a_part_of_what_is_minimised(gates:
     layer, x = memory(gates=gates), tokens()
 
     def gradients(priced: bool) -> list[Tensor]:
-        layer.write_price = torch.tensor(0.3, dtype=torch.float64) if priced else None
+        layer.prices = dict.fromkeys(("theta", "alpha"), torch.tensor(0.3, dtype=torch.float64)) if priced else {}
         loss = layer(x)[0].square().sum()
         if not priced:
             assert layer.gate_names[:2] == ("theta", "alpha")

@@ -375,14 +375,15 @@ def test_looking_at_the_memory_changes_no_loss(tiny: Make) -> None:
     close(losses(tiny(output="run1").output), losses(tiny(output="run0").output), 0)
 
 
-def test_a_memory_that_pays_for_writing_writes_less(tiny: Make) -> None:
-    theta = []
+@pytest.mark.parametrize(("price", "gate", "less"), [("write_cost", "theta", 0.01), ("forget_cost", "alpha", 1e-4)])
+def test_a_memory_that_pays_for_it_does_less(price: str, gate: str, less: float, tiny: Make) -> None:
+    found = []
     for cost in (0.0, 30.0):
-        config = tiny("lmm", f"cost{cost}", steps=8, memory_stats_every=8, learning_rate=1e-2, write_cost=cost)
+        config = tiny("lmm", f"cost{cost}", steps=8, memory_stats_every=8, learning_rate=1e-2, **{price: cost})
         train(config, say=lambda words: None)
         lines = [json.loads(line) for line in Path(config.output, "metrics.jsonl").read_text().splitlines()]
-        theta.append([line["memory/layer0/theta"] for line in lines if "memory/layer0/theta" in line][-1])
-    assert theta[1] < theta[0] - 0.01
+        found.append([line[f"memory/layer0/{gate}"] for line in lines if f"memory/layer0/{gate}" in line][-1])
+    assert found[1] < found[0] - less
 
 
 def test_tensorboard_has_the_figures(tiny: Make) -> None:

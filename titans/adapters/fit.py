@@ -195,7 +195,7 @@ def fit(
         if settings.write_cost:
             price = settings.write_cost * min(1.0, step / (0.5 * settings.steps)) / max(settings.lengths)
             for memory in memories:
-                memory.write_price = torch.tensor(price, device=model.device)
+                memory.prices = {"theta": torch.tensor(price, device=model.device)}
         rng = random.Random(f"{settings.seed} {step}")
         torch.manual_seed(rng.getrandbits(48))
         batch = choose(plans, settings, step, rng)
@@ -221,7 +221,7 @@ def fit(
                         temporary,
                     )
     for memory in memories:
-        memory.write_price = None
+        memory.prices = {}
     progress(settings.steps, settings.steps, "steps")
 
 

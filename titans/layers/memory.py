@@ -47,7 +47,7 @@ BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 SLOWEST, FASTEST = 0.0025, 0.3  # what heads forget per token at the start; local ones lie between, by equal ratios
-CLOSING = ("theta", "alpha")  # gates that a cutoff closes and a price is put on; momentum only carries on what was begun
+CLOSING = ("theta", "alpha")  # gates that a cutoff closes; without a step, momentum only carries on what was begun
 FIT_SCALE = 3.0  # at the start u is so many times the token: enough to prefer a segment to the others
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
@@ -255,7 +255,7 @@ class NeuralMemory(nn.Module):
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
         self.engine = "definition" if mode == "recurrent" else engine
         self.observer: Callable[[Tokens, MemoryState, Surprise], None] | None = None
-        self.write_price: Tensor | None = None  # of a gate at 1, in units of the outer loss; a scalar
+        self.prices: dict[str, Tensor] = {}  # what theta or alpha at 1 costs, in units of the outer loss; scalars
 
         inner = heads * head_dim
         self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
@@ -619,10 +619,8 @@ class NeuralMemory(nn.Module):
                     gate[name] = _Closing.apply(gate[name], self.gate_cutoff)
         shape = (x.shape[0], self.heads, x.shape[1])
         eta = ETA_MAX * gate["eta"] if self.momentum else None
-        if self.write_price is not None and torch.is_grad_enabled():
-            for name in CLOSING:
-                if name in gate:
-                    gate[name] = _Priced.apply(gate[name], self.write_price)
+        if torch.is_grad_enabled():
+            gate |= {name: _Priced.apply(gate[name], price) for name, price in self.prices.items() if name in gate}
         if self.fixed_theta is None:
             theta = self.theta_max * gate["theta"]
         else:

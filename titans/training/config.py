@@ -111,9 +111,11 @@ class TrainConfig:
     clip: float = 1.0
     """The largest norm of the gradient."""
     write_cost: float = 0.0
-    """What writing and forgetting cost: this times the mean of theta and of alpha over tokens and heads is added to what
-    is minimised (not to the loss that is shown), growing from nothing with the square of the steps. On texts much longer
-    than those of the training, a memory that writes and forgets less keeps what it has for longer."""
+    """What writing costs: this times the mean of theta over tokens and heads is added to what is minimised (not to the
+    loss that is shown), growing from nothing with the square of the steps. On texts much longer than those of the
+    training, a memory that writes less keeps what it has for longer."""
+    forget_cost: float = 0.0
+    """What forgetting costs: the same with alpha. What is forgotten at every token shows only on longer texts."""
     outer_gradients: str = "second"
     """second: gradients go through the memory's own gradients; first: these are constants, which is cheaper."""
     seed: int = 0
@@ -174,7 +176,7 @@ class TrainConfig:
         for name in ("min_learning_rate", "beta1", "beta2", "growth", "decay"):
             if not 0 <= getattr(self, name) <= 1 or (name.startswith("beta") and getattr(self, name) == 1):
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number from 0 to 1")
-        for name in ("warmup", "weight_decay", "write_cost"):
+        for name in ("warmup", "weight_decay", "write_cost", "forget_cost"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a number of at least 0")
         choices = {

@@ -104,30 +104,29 @@ class MemoryTrainer(Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """One forward and backward pass of one accumulation step."""
-        with self._writing_costs():
+        with self._priced_gates():
             loss = super().training_step(model, inputs, num_items_in_batch)
         self._micro = (self._micro + 1) % self.args.gradient_accumulation_steps
         self._clock.tokens += int(inputs["input_ids"].numel()) * self.args.world_size
         return loss
 
     @contextlib.contextmanager
-    def _writing_costs(self) -> Iterator[None]:
+    def _priced_gates(self) -> Iterator[None]:
         """While open, what a memory writes and forgets has its price, also where checkpointing computes it again."""
-        if not self.config.write_cost:
-            yield
-            return
-        memories = memories_of(self.model)
-        cost = self.config.write_cost * (self.state.global_step / max(1, self.state.max_steps)) ** 2
-        writes = self.config.batch_tokens * sum(memory.heads for memory in memories)
+        costs = {"theta": self.config.write_cost, "alpha": self.config.forget_cost}
+        memories = memories_of(self.model) if any(costs.values()) else []
+        grown = (self.state.global_step / max(1, self.state.max_steps)) ** 2
+        gates = max(1, self.config.batch_tokens * sum(memory.heads for memory in memories))
         # the processes' gradients are averaged, not summed
-        price = torch.tensor(cost / max(1, writes) * self.accelerator.num_processes, device=self.args.device)
+        scale = grown / gates * self.accelerator.num_processes
+        prices = {name: torch.tensor(cost * scale, device=self.args.device) for name, cost in costs.items() if cost}
         try:
             for memory in memories:
-                memory.write_price = price
+                memory.prices = prices
             yield
         finally:
             for memory in memories:
-                memory.write_price = None
+                memory.prices = {}
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
