@@ -70,7 +70,7 @@ def test_options_hold_in_any_shape_and_can_be_changed_by_themselves() -> None:
     other = config_for("lmm", "1.5m", **fields)
     assert best_shape.token_skip and other.token_skip and not without.token_skip
     assert without.hidden_size == best_shape.hidden_size
-    assert not config_for("mag", "1.5m").token_skip
+    assert not config_for("mac", "1.5m").token_skip and config_for("mag", "1.5m").gate == "sum"
 
 
 def test_bytes_have_shapes_of_their_own() -> None:
