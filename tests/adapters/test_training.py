@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typer.testing import CliRunner
 
 from titans.adapters.calibrate import probe, read_texts, start, whiten
 from titans.adapters.evaluate import MODES, ask, language
-from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, fit, record_texts
+from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, add_gradients, fit, record_texts
 from titans.adapters.model import AdaptedModel, adapt
 from titans.adapters.saving import SETTINGS, WEIGHTS, fingerprint, load_adapter, save_adapter
 from titans.adapters.states import Reading, head, record
@@ -193,6 +194,22 @@ def test_training_lowers_the_loss_of_answers_and_goes_on_where_it_was_stopped(tm
         fit(resumed, plans, tmp_path / STATES, other, tmp_path / CHECKPOINT)
     with pytest.raises(ValueError, match="has states of another model, window or text"):
         record_texts(small(taps=[0, 1]), byte_tokenizer(), [task], None, settings, tmp_path / STATES)
+
+
+def test_a_step_has_the_mean_loss_of_its_answers_and_what_language_costs() -> None:
+    """With a silent memory language costs nothing, and answers what they cost the model."""
+    model, asked = small(taps=[0, 1]), [[Answer(80, (97, 98)), Answer(90, (99,))], [Answer(95, (100,))], []]
+    texts = [some_text(100, seed) for seed in range(3)]
+    costs = []
+    for ids, answers in zip(texts, asked, strict=True):
+        logits = model(ids[None]).logits[0].detach()
+        for answer in answers:
+            places = torch.arange(answer.place - 1, answer.place - 1 + len(answer.wanted))
+            costs.append(float(torch.nn.functional.cross_entropy(logits[places], ids[places + 1])))
+    readings = [record(model, ids, [1], answers) for ids, answers in zip(texts, asked, strict=True)]
+    recall, language = add_gradients(model, readings, FitSettings(), random.Random(0))
+    assert recall == pytest.approx(2 / 3 * sum(costs) / 3, abs=1e-3) and language == pytest.approx(0, abs=1e-6)
+    assert any(p.grad is not None and p.grad.any() for p in model.memories.parameters())
 
 
 def test_only_what_is_said_at_the_head_is_learned_from_recorded_states(tmp_path: Path) -> None:
