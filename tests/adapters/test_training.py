@@ -13,6 +13,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.tasks.test_quote import book
 from titans.adapters.calibrate import probe, read_texts, start, whiten
 from titans.adapters.evaluate import MODES, ask, language
 from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, add_gradients, fit, record_texts
@@ -328,6 +329,12 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
     first_time, again = json.loads((second / "results.json").read_text())["evaluations"]
     assert {figure["task"] for figure in first_time["figures"]} == {"needle-essay", "language"}
     assert [figure["task"] for figure in again["figures"]] == ["needle-essay"]
+    books, both = tmp_path / "books.txt", ["--tasks", "needle-essay,book-quote", "--texts", str(tmp_path / "books.txt")]
+    books.write_text(book(1500))
+    fitting = ["fit", str(first), "--out", str(tmp_path / "names"), "--steps", "2", "--samples", "1"]
+    assert "step 2 of 2" in titans(*fitting, "--lengths", "600", *both)
+    said = titans("eval", str(tmp_path / "names"), "--samples", "1", "--depths", "0.3", "--lengths", "600", *both)
+    assert "needle-essay" in said and "book-quote" in said
     (tmp_path / "other.json").write_text("[]")
     for arguments, message in (
         (["eval", str(tmp_path / "nowhere")], "is not there; expected a folder written by titans adapt"),
@@ -337,6 +344,7 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--taps", "9"], "taps is [0, 9]; expected numbers"),
         (["eval", str(second), "--out", str(tmp_path)], "is a directory, a file name is needed"),
         (["eval", str(second), "--out", str(tmp_path / "other.json")], "has no results of titans adapt eval; expected"),
+        (["eval", str(second), "--tasks", "book-quote"], "haystack is None; expected a file, or a folder with .txt"),
         (["eval", str(second), "--tasks", "parity"], "tasks has parity, which has tokens of its own"),
         (
             ["calibrate", str(saved), "--out", str(tmp_path / "x"), "--field", "features=0"],
