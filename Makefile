@@ -13,7 +13,7 @@ ARGS ?=
 
 # transformers imports these wherever it finds them, which takes seconds: they have a folder of their own.
 TOOLS := $(VENV)/tools
-TOOL_TESTS := tests/ecosystem/test_adapters.py tests/ecosystem/test_quantisation.py tests/ecosystem/test_trl.py
+TOOL_TESTS := $(addprefix tests/ecosystem/,test_adapters.py test_lora.py test_quantisation.py test_trl.py)
 
 # Environments with other versions, per Python: the lowest that pyproject.toml declares, and the newest there are.
 KINDS := lowest newest

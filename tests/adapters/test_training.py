@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,9 +13,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from tests.tasks.test_quote import book
 from titans.adapters.calibrate import probe, read_texts, start, whiten
 from titans.adapters.evaluate import MODES, ask, language
-from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, fit, record_texts
+from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, add_gradients, fit, record_texts
 from titans.adapters.model import AdaptedModel, adapt
 from titans.adapters.saving import SETTINGS, WEIGHTS, fingerprint, load_adapter, save_adapter
 from titans.adapters.states import Reading, head, record
@@ -195,6 +197,22 @@ def test_training_lowers_the_loss_of_answers_and_goes_on_where_it_was_stopped(tm
         record_texts(small(taps=[0, 1]), byte_tokenizer(), [task], None, settings, tmp_path / STATES)
 
 
+def test_a_step_has_the_mean_loss_of_its_answers_and_what_language_costs() -> None:
+    """With a silent memory language costs nothing, and answers what they cost the model."""
+    model, asked = small(taps=[0, 1]), [[Answer(80, (97, 98)), Answer(90, (99,))], [Answer(95, (100,))], []]
+    texts = [some_text(100, seed) for seed in range(3)]
+    costs = []
+    for ids, answers in zip(texts, asked, strict=True):
+        logits = model(ids[None]).logits[0].detach()
+        for answer in answers:
+            places = torch.arange(answer.place - 1, answer.place - 1 + len(answer.wanted))
+            costs.append(float(torch.nn.functional.cross_entropy(logits[places], ids[places + 1])))
+    readings = [record(model, ids, [1], answers) for ids, answers in zip(texts, asked, strict=True)]
+    recall, language = add_gradients(model, readings, FitSettings(), random.Random(0))
+    assert recall == pytest.approx(2 / 3 * sum(costs) / 3, abs=1e-3) and language == pytest.approx(0, abs=1e-6)
+    assert any(p.grad is not None and p.grad.any() for p in model.memories.parameters())
+
+
 def test_only_what_is_said_at_the_head_is_learned_from_recorded_states(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"inject is \[2\]; expected head"):
         fit(small(taps=[0], inject=2), [], tmp_path, FitSettings())
@@ -311,6 +329,12 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
     first_time, again = json.loads((second / "results.json").read_text())["evaluations"]
     assert {figure["task"] for figure in first_time["figures"]} == {"needle-essay", "language"}
     assert [figure["task"] for figure in again["figures"]] == ["needle-essay"]
+    books, both = tmp_path / "books.txt", ["--tasks", "needle-essay,book-quote", "--texts", str(tmp_path / "books.txt")]
+    books.write_text(book(1500))
+    fitting = ["fit", str(first), "--out", str(tmp_path / "names"), "--steps", "2", "--samples", "1"]
+    assert "step 2 of 2" in titans(*fitting, "--lengths", "600", *both)
+    said = titans("eval", str(tmp_path / "names"), "--samples", "1", "--depths", "0.3", "--lengths", "600", *both)
+    assert "needle-essay" in said and "book-quote" in said
     (tmp_path / "other.json").write_text("[]")
     for arguments, message in (
         (["eval", str(tmp_path / "nowhere")], "is not there; expected a folder written by titans adapt"),
@@ -320,6 +344,7 @@ def test_the_commands_from_a_backbone_to_figures(tmp_path: Path, saved: Path) ->
         (["calibrate", str(saved), "--out", str(tmp_path / "x"), "--taps", "9"], "taps is [0, 9]; expected numbers"),
         (["eval", str(second), "--out", str(tmp_path)], "is a directory, a file name is needed"),
         (["eval", str(second), "--out", str(tmp_path / "other.json")], "has no results of titans adapt eval; expected"),
+        (["eval", str(second), "--tasks", "book-quote"], "haystack is None; expected a file, or a folder with .txt"),
         (["eval", str(second), "--tasks", "parity"], "tasks has parity, which has tokens of its own"),
         (
             ["calibrate", str(saved), "--out", str(tmp_path / "x"), "--field", "features=0"],

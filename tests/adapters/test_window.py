@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -29,9 +30,11 @@ from transformers import (
     T5Config,
     T5ForConditionalGeneration,
 )
+from typer.testing import CliRunner
 
 from titans.adapters.model import AdaptedModel, adapt
 from titans.adapters.window import make_view, rotate
+from titans.cli import app
 
 VOCABULARY = 50
 FAMILIES = {
@@ -280,6 +283,22 @@ def test_turning_a_query_is_being_elsewhere() -> None:
 def test_what_cannot_be_adapted_is_refused_in_one_sentence(model: Any, options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         adapt(model(), **options)
+
+
+@pytest.mark.parametrize("rank", [0, -2, 1.5, "4", True])
+def test_a_rank_that_is_none_is_refused_and_the_model_left_alone(rank: Any) -> None:
+    model = small("llama")
+    with pytest.raises(ValueError, match=rf"^lora is {rank!r}; expected a whole number of at least 1, the rank"):
+        adapt(model, lora=rank)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_without_peft_updates_are_refused_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ValueError, match=r"^lora needs the package peft: pip install 'titan-memory\[adapt\]'$"):
+        adapt(small("llama"), lora=4)
+    result = CliRunner().invoke(app, ["adapt", "fit", "nowhere", "--lora", "4"], terminal_width=1000)
+    assert result.exit_code == 2 and "adapt fit --lora needs peft" in result.output
 
 
 def test_another_cache_is_refused() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from tests.cli.commands import run
 from tests.evaluation.test_evaluate import FIELDS
+from tests.tasks.test_quote import book
 from titans import TitansConfig, TitansForCausalLM
 from titans.models.tokenizer import byte_tokenizer
 
@@ -45,6 +46,20 @@ def test_tasks_are_measured_and_reported(model: Path, tmp_path: Path, capsys: py
     page = (tmp_path / "out" / "report.html").read_text()
     assert "bits per byte" in page and "tokens per cell" in page
     assert (tmp_path / "out" / "report.html").is_file() and "report.html" in out
+
+
+def test_names_in_books_are_asked_for_with_memory_reset_and_search(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "book.txt").write_text(book(1500))
+    code, _, _ = call(
+        str(model), "--tasks", "book-quote", "--set", f"haystack={tmp_path / 'book.txt'}", "--set", "lengths=600",
+        "--set", "depths=0.2", "--quick", "--control", "none,reset,bm25", "--out", str(tmp_path / "out"), capsys=capsys,
+    )  # fmt: skip
+    assert code == 0
+    tasks = json.loads((tmp_path / "out" / "eval.json").read_text())["tasks"]
+    assert [entry["control"] for entry in tasks.values()] == [None, "reset", "bm25"]
+    assert [*tasks.values()][-1]["cells"][0]["found"] is not None
 
 
 def test_several_controls_share_a_reading(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

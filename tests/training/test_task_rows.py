@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.tasks.test_quote import book
 from tests.training.conftest import TINY
 from titans.models.tokenizer import byte_tokenizer
 from titans.tasks import IGNORED, WrongLengthError, example, make_task, make_tasks
@@ -83,10 +84,12 @@ def test_a_run_on_a_task_is_validated_resumes_to_the_same_losses_and_can_be_load
     assert json.loads((output / "config.json").read_text())["vocab_size"] == 192
 
 
-def test_a_text_task_brings_its_tokenizer_along(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["needle-noise", "book-quote"])
+def test_a_text_task_brings_its_tokenizer_along(name: str, tmp_path: Path) -> None:
+    (tmp_path / "book.txt").write_text(book(1500))
     fields = FIELDS | {
-        "data": "task:needle-noise",
-        "task": {},
+        "data": f"task:{name}",
+        "task": {"haystack": str(tmp_path / "book.txt")} if name == "book-quote" else {},
         "tokenizer": "bytes",
         "length": 512,
         "batch_tokens": 512,

@@ -1,11 +1,15 @@
-"""Teaching the memories of an adapted model, on recorded states: language and recall together."""
+"""Teaching the memories of an adapted model language and recall together.
+
+A frozen model is not run again: its memories learn on states that were recorded. One with low-rank updates is run, with
+gradients, as its states change.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from pickle import UnpicklingError
@@ -16,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans.adapters.calibrate import read_texts
+from titans.adapters.lora import load_lora, lora_weights
 from titans.adapters.memory import TapMemory
 from titans.adapters.model import HEAD, AdaptedModel
 from titans.adapters.saving import fingerprint
@@ -29,6 +34,7 @@ LANGUAGE = "language"
 CHECKPOINT = "training.pt"
 STATES = "states"
 SAVE_EVERY = 20
+SAVE_EVERY_WITH_LORA = 5  # steps take longer, as the model runs
 # what is learned of a memory; values stay what they are, and so does its start
 GATES = ("to_gates", "gate_bias", "to_gate", "loudness", "floor")
 LEARNED = (*GATES, "to_query", "to_key", "to_features")
@@ -45,6 +51,7 @@ class FitSettings:
         batch: texts of tasks per step; half as many of plain language besides.
         rate: the highest learning rate.
         gate_rate: that of the gates, which would not move otherwise.
+        lora_rate: that of low-rank updates of the model, if it has them.
         write_cost: the price of a write by every token of a text, in nats per step; it grows over the first half.
         places: tokens of a text whose prediction counts as language.
         narrow: the share of texts that are read with a quarter of the window, so that the memory cannot be passed by.
@@ -57,6 +64,7 @@ class FitSettings:
     batch: int = 2
     rate: float = 1e-4
     gate_rate: float = 1e-2
+    lora_rate: float = 5e-4
     write_cost: float = 0.0
     places: int = 96
     narrow: float = 0.0
@@ -66,7 +74,7 @@ class FitSettings:
         for name in ("steps", "texts", "batch", "places"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a whole number of at least 1")
-        for name in ("rate", "gate_rate"):
+        for name in ("rate", "gate_rate", "lora_rate"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; expected a positive number")
         if not self.lengths or min(self.lengths) < 16:
@@ -116,7 +124,10 @@ def record_texts(
     folder: Path,
     progress: Progress = silent,
 ) -> list[Plan]:
-    """Records texts of every kind, or goes on where it was stopped; what is there already is kept."""
+    """Records texts of every kind, or goes on where it was stopped; what is there already is kept.
+
+    Of a model with low-rank updates only the last states are, which say how well it predicted the texts at the start.
+    """
     by_name = {task.name: task for task in tasks}
     plans = [
         Plan(kind, length, number, number < settings.narrow * settings.texts)
@@ -129,12 +140,15 @@ def record_texts(
         "backbone": fingerprint(model.backbone), "texts": texts,
         "window": model.window, "sinks": model.sinks, "taps": model.taps, "seed": settings.seed,
     }  # fmt: skip
+    layers = sorted({tap for taps in model.taps for tap in taps if tap})
+    if model.lora is not None:
+        made_with["lora"] = _digest(lora_weights(model.backbone))
+        layers = []
     note = folder / "settings.json"
     folder.mkdir(parents=True, exist_ok=True)
     if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != _plain(made_with):
         raise ValueError(f"{folder} has states of another model, window or text; expected a new folder, or the same")
     write_json(note, made_with)
-    layers = sorted({tap for taps in model.taps for tap in taps if tap})
     for done, plan in enumerate(plans):
         progress(done, len(plans), "texts")
         path = folder / plan.name
@@ -157,36 +171,24 @@ def fit(
     progress: Progress = silent,
     say: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Trains the memories on recorded texts, or goes on from a checkpoint.
+    """Trains the memories, and the low-rank updates if there are any, on recorded texts, or goes on from a checkpoint.
 
     Each step has texts of tasks, whose answers count, and of plain language; in both, some other tokens count by how
-    much better or worse they are predicted than without the memory.
+    much better or worse they are predicted than without the memory, and before any update.
     """
     if any(where != HEAD for where in model.inject):
-        raise ValueError(
-            f"inject is {model.inject}; expected {HEAD}: only what is said there can be learned from recorded states"
-        )
+        raise ValueError(f"inject is {model.inject}; expected {HEAD}: only what is said there can be learned")
     memories = [memory for memory in model.memories if isinstance(memory, TapMemory)]
-    named = [(name, p) for memory in memories for name, p in memory.named_parameters() if name.split(".")[0] in LEARNED]
-    gates = [p for name, p in named if name.split(".")[0] in GATES]
-    others = [p for name, p in named if name.split(".")[0] not in GATES]
-    groups = [{"params": others, "peak": settings.rate}, {"params": gates, "peak": settings.gate_rate}]
+    groups = _groups(model, memories, settings)
+    learned = [weight for group in groups for weight in group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    first = 0
-    begun = hashlib.blake2b(
-        b"".join(x.detach().cpu().numpy().tobytes() for x in model.memories.state_dict().values()), digest_size=16
-    )
-    made_with = _plain(asdict(settings)) | {"start": begun.hexdigest()}
-    if checkpoint is not None and checkpoint.is_file():
-        try:
-            kept = torch.load(checkpoint, map_location=model.device, weights_only=True)
-        except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
-            raise ValueError(f"{checkpoint} is damaged: delete it, and training begins again") from error
-        if kept["settings"] != made_with:
-            raise ValueError(f"{checkpoint} is of a training with other settings; expected the same, or a new folder")
-        model.memories.load_state_dict(kept["memories"])
-        optimiser.load_state_dict(kept["optimiser"])
-        first = kept["step"]
+    made_with = _plain(asdict(settings)) | {"start": _digest(model.memories.state_dict())}
+    if model.lora is None:
+        del made_with["lora_rate"]
+    else:
+        made_with["lora"] = _digest(lora_weights(model.backbone))
+    first = 0 if checkpoint is None else _resume(checkpoint, model, optimiser, made_with)
+    every = SAVE_EVERY if model.lora is None else SAVE_EVERY_WITH_LORA
     recent: list[tuple[float, float]] = []
     for step in range(first, settings.steps):
         progress(step, settings.steps, "steps")
@@ -199,30 +201,56 @@ def fit(
         rng = random.Random(f"{settings.seed} {step}")
         torch.manual_seed(rng.getrandbits(48))
         batch = choose(plans, settings, step, rng)
-        recall, language = _losses(model, [Reading.load(states / plan.name) for plan in batch], settings, rng)
-        (recall + language).backward()
-        if torch.nn.utils.clip_grad_norm_([*gates, *others], 1.0).isfinite():
+        recent.append(add_gradients(model, [Reading.load(states / plan.name) for plan in batch], settings, rng))
+        if torch.nn.utils.clip_grad_norm_(learned, 1.0).isfinite():
             optimiser.step()
         optimiser.zero_grad()
-        recent.append((float(recall.detach()), float(language.detach())))
-        if len(recent) == SAVE_EVERY or step + 1 == settings.steps:
+        if len(recent) == every or step + 1 == settings.steps:
             found, lost = (sum(column) / len(recent) for column in zip(*recent, strict=True))
             say(f"step {step + 1} of {settings.steps}  recall {found:.3f}  language {lost:+.4f}")
             recent = []
             if checkpoint is not None:
-                with replacing(checkpoint) as temporary:
-                    torch.save(
-                        {
-                            "settings": made_with,
-                            "step": step + 1,
-                            "memories": model.memories.state_dict(),
-                            "optimiser": optimiser.state_dict(),
-                        },
-                        temporary,
-                    )
+                _save(checkpoint, model, optimiser, made_with, step + 1)
     for memory in memories:
         memory.prices = {}
     progress(settings.steps, settings.steps, "steps")
+
+
+def _groups(model: AdaptedModel, memories: Sequence[TapMemory], settings: FitSettings) -> list[dict[str, Any]]:
+    """What is learned, with the highest learning rate of each."""
+    named = [(name.split(".")[0], p) for memory in memories for name, p in memory.named_parameters()]
+    groups: list[dict[str, Any]] = [
+        {"params": [p for part, p in named if part in LEARNED and part not in GATES], "peak": settings.rate},
+        {"params": [p for part, p in named if part in GATES], "peak": settings.gate_rate},
+    ]
+    if model.lora is not None:
+        groups.append({"params": [*lora_weights(model.backbone).values()], "peak": settings.lora_rate})
+    return groups
+
+
+def _resume(checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimizer, made_with: dict[str, Any]) -> int:
+    """Loads what :func:`_save` wrote, if it is there; returns how many steps were made."""
+    if not checkpoint.is_file():
+        return 0
+    try:
+        kept = torch.load(checkpoint, map_location=model.device, weights_only=True)
+    except (OSError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ValueError(f"{checkpoint} is damaged: delete it, and training begins again") from error
+    if kept["settings"] != made_with:
+        raise ValueError(f"{checkpoint} is of a training with other settings; expected the same, or a new folder")
+    model.memories.load_state_dict(kept["memories"])
+    load_lora(model.backbone, kept.get("lora", {}))
+    optimiser.load_state_dict(kept["optimiser"])
+    return int(kept["step"])
+
+
+def _save(
+    checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimizer, made_with: dict[str, Any], step: int
+) -> None:
+    kept = {"settings": made_with, "step": step, "memories": model.memories.state_dict()}
+    kept |= {"lora": {name: x.detach() for name, x in lora_weights(model.backbone).items()}}
+    with replacing(checkpoint) as temporary:
+        torch.save(kept | {"optimiser": optimiser.state_dict()}, temporary)
 
 
 def choose(plans: Sequence[Plan], settings: FitSettings, step: int, rng: random.Random) -> list[Plan]:
@@ -240,40 +268,95 @@ def choose(plans: Sequence[Plan], settings: FitSettings, step: int, rng: random.
     return chosen + [rng.choice(plain) for _ in range(max(1, settings.batch // 2))]
 
 
-def _losses(
+@dataclass(frozen=True)
+class _Counted:
+    """A text, and the places whose predictions count: those of each answer, and some others, as language."""
+
+    reading: Reading
+    answers: list[Tensor]
+    language: Tensor
+
+    @property
+    def places(self) -> Tensor:
+        """All of them."""
+        return torch.cat([*self.answers, self.language])
+
+
+def add_gradients(
     model: AdaptedModel, readings: Sequence[Reading], settings: FitSettings, rng: random.Random
-) -> tuple[Tensor, Tensor]:
-    """The loss of the answers, and how much worse than without the memory other tokens are predicted."""
-    said = [read_texts(model, index, readings) for index in range(len(model.memories))]
+) -> tuple[float, float]:
+    """Adds the gradients of a step to what is learned.
 
-    def logits(text: int, places: Tensor) -> Tensor:
-        found = without(text, places)
+    Returns the loss of the answers, and how much worse than when they were recorded other tokens are predicted. A model
+    that is run has the gradients of one text at a time.
+    """
+    texts = [_count(reading, settings, rng, model.device) for reading in readings]
+    asking = sum(bool(text.answers) for text in texts) / len(texts)
+    answers, plain = sum(len(text.answers) for text in texts), sum(len(text.language) > 0 for text in texts)
+    total = torch.zeros(2)
+    for part in [texts] if model.lora is None else [[text] for text in texts]:
+        predict = _predict if model.lora is None else _run
+        losses = [_losses(model, text, logits) for text, logits in zip(part, predict(model, part), strict=True)]
+        recall, language = torch.stack(losses).sum(0)
+        recall, language = recall * asking / max(1, answers), language / max(1, plain)
+        (recall + language).backward()
+        total += torch.stack([recall, language]).detach().cpu()
+    return float(total[0]), float(total[1])
+
+
+def _count(reading: Reading, settings: FitSettings, rng: random.Random, device: torch.device) -> _Counted:
+    """Which predictions of a text count: as language, some beyond the window and before the first question."""
+    begin, end = min(reading.window, len(reading.ids) // 2), len(reading.ids) - 1
+    if reading.answers:
+        end = min(end, reading.answers[0].place - 1)
+    answers = [
+        torch.arange(answer.place - 1, answer.place - 1 + len(answer.wanted), device=device)
+        for answer in reading.answers
+    ]
+    some = sorted(rng.choices(range(begin, end), k=settings.places)) if end > begin else []
+    return _Counted(reading, answers, torch.tensor(some, dtype=torch.long, device=device))
+
+
+def _predict(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
+    """The logits (places, vocabulary) of each text, from the recorded states of a frozen model."""
+    said = [read_texts(model, index, [text.reading for text in texts]) for index in range(len(model.memories))]
+    found = []
+    for row, text in enumerate(texts):
+        logits = _recorded(model, text.reading, text.places)
         for index, (y, gate) in enumerate(said):
-            found = found + model.memory_logits(index, y[text : text + 1, :, places], gate[text : text + 1, places])[0]
-        return found
+            at = slice(row, row + 1)
+            logits = logits + model.memory_logits(index, y[at, :, text.places], gate[at, text.places])[0]
+        found.append(logits)
+    return found
 
-    @torch.no_grad()
-    def without(text: int, places: Tensor) -> Tensor:
-        return head(model, readings[text].last.to(model.device)[places].float())
 
-    recall, language = [], []
-    for text, reading in enumerate(readings):
-        ids = reading.ids.to(model.device)
-        begin, end = min(reading.window, len(ids) // 2), len(ids) - 1
-        if reading.answers:
-            end = min(end, reading.answers[0].place - 1)
-            for answer in reading.answers:
-                places = torch.arange(answer.place - 1, answer.place - 1 + len(answer.wanted), device=model.device)
-                recall.append(F.cross_entropy(logits(text, places), ids[places + 1]))
-        if end > begin:
-            at = torch.tensor(sorted(rng.choices(range(begin, end), k=settings.places)), device=model.device)
-            before = F.cross_entropy(without(text, at), ids[at + 1])
-            language.append(F.cross_entropy(logits(text, at), ids[at + 1]) - before)
-    zero = said[0][0].sum() * 0
-    of_answers = torch.stack(recall).mean() if recall else zero
-    of_language = torch.stack(language).mean() if language else zero
-    share = sum(bool(reading.answers) for reading in readings) / len(readings)
-    return share * of_answers, of_language
+def _run(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
+    """The logits (places, vocabulary) of each text, from the model itself."""
+    found = []
+    for text in texts:
+        with window_of(model, text.reading.window):
+            found.append(model(text.reading.ids[None].to(model.device), logits_to_keep=text.places).logits[0].float())
+    return found
+
+
+def _losses(model: AdaptedModel, text: _Counted, logits: Tensor) -> Tensor:
+    """(2,): the losses of the answers of a text, added, and how much worse its language is predicted than recorded."""
+    wanted = text.reading.ids.to(model.device)
+    recall = language = logits.new_zeros(())
+    *answers, others = logits.split([len(places) for places in (*text.answers, text.language)])
+    for found, places in zip(answers, text.answers, strict=True):
+        recall = recall + F.cross_entropy(found, wanted[places + 1])
+    if len(text.language):
+        after = wanted[text.language + 1]
+        before = F.cross_entropy(_recorded(model, text.reading, text.language), after)
+        language = F.cross_entropy(others, after) - before
+    return torch.stack([recall, language])
+
+
+@torch.no_grad()
+def _recorded(model: AdaptedModel, reading: Reading, places: Tensor) -> Tensor:
+    """The logits (places, vocabulary) that the model had without its memories when the text was recorded."""
+    return head(model, reading.last.to(model.device)[places].float())
 
 
 def _schedule(step: int, steps: int) -> float:
@@ -285,3 +368,11 @@ def _schedule(step: int, steps: int) -> float:
 def _plain(value: Any) -> Any:
     """A value as JSON would give it back."""
     return json.loads(json.dumps(value))
+
+
+def _digest(weights: Mapping[str, Tensor]) -> str:
+    """What tells weights from others."""
+    found = hashlib.blake2b(digest_size=16)
+    for x in weights.values():
+        found.update(x.detach().cpu().numpy().tobytes())
+    return found.hexdigest()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from titans.adapters.lora import add_lora, check_lora
 from titans.adapters.memory import TapMemory
 from titans.adapters.window import NAME, View, WindowCache, decoder_of, make_view
 from titans.ops import MemoryState
@@ -101,7 +102,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         source: where it comes from, see :func:`titans.adapters.load_backbone`.
         notes: how the memories came to be what they are.
         memories: what was added, and can be trained.
-        window, sinks, taps, inject: see :func:`adapt`.
+        window, sinks, taps, inject, lora: see :func:`adapt`.
     """
 
     _is_stateful = True  # a memory cannot take tokens back, as assisted generation would have it do
@@ -115,6 +116,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         taps: Sequence[Sequence[int]],
         inject: Sequence[int | str],
         settings: Mapping[str, Any],
+        lora: int | None = None,
     ) -> None:
         if backbone.config._attn_implementation == NAME:
             raise ValueError("model has a window already; expected one that was not adapted before")
@@ -127,6 +129,8 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
             raise ValueError(f"window is {window}; expected at most {own}, the window of the model itself")
         for each, where in zip(taps, inject, strict=True):
             _check_places(each, where, count)
+        if lora is not None:
+            check_lora(backbone, lora)
         backbone.set_attn_implementation(NAME)
         super().__init__(backbone.config)
         self.backbone = backbone.requires_grad_(False)
@@ -140,6 +144,9 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         self._decoder = [decoder]  # not a module of its own
         self._hooks: list[Any] = []
         self.register_hooks()
+        self.lora: int | None = None
+        if lora is not None:
+            self.add_lora(lora)
 
     def _new_memory(self, taps: Sequence[int], inject: int | str) -> TapMemory:
         words, size = self.embedding.shape
@@ -152,6 +159,11 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         self.taps.append(list(taps))
         self.inject.append(inject)
         self.register_hooks()
+
+    def add_lora(self, rank: int) -> None:
+        """Low-rank updates of the attention of the backbone, which change nothing at first; see :func:`adapt`."""
+        add_lora(self.backbone, rank)
+        self.lora = rank
 
     def register_hooks(self) -> None:
         """Listens to the layers of ``taps`` and speaks at those of ``inject``, which may have changed."""
@@ -383,6 +395,7 @@ def adapt(
     inject: int | str | Sequence[int | str] = HEAD,
     window: int = 256,
     sinks: int = 4,
+    lora: int | None = None,
     **memory: Any,
 ) -> AdaptedModel:
     """Gives a causal model of transformers a window of attention, and a memory of what left it.
@@ -399,6 +412,8 @@ def adapt(
             it adds.
         window: how many tokens attention sees, the present one included.
         sinks: how many of the first tokens it sees besides.
+        lora: the rank of updates of the model's attention, which are trained together with the memory; None: the model
+            stays as it is. Needs the package peft.
         memory: settings of :class:`titans.adapters.memory.TapMemory`, ``features`` and ``threshold`` among them.
     """
     decoder = decoder_of(model)
@@ -413,4 +428,4 @@ def adapt(
     where = [inject] * len(several) if isinstance(inject, int | str) else list(inject)
     if len(where) != len(several):
         raise ValueError(f"inject has {len(where)} layers and taps are {len(several)}; expected one for each memory")
-    return AdaptedModel(model, decoder, window, sinks, several, where, memory)
+    return AdaptedModel(model, decoder, window, sinks, several, where, memory, lora)

@@ -1,4 +1,4 @@
-"""Adapters on disk: the memories and their settings, with the model that they belong to by name and fingerprint."""
+"""Adapters on disk: memories and low-rank updates, with the model that they belong to by name and fingerprint."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from titans.adapters.lora import WRAPPED, load_lora, lora_weights
 from titans.adapters.model import AdaptedModel, adapt
 from titans.files import NOT_PACKAGED, packaged_model, replacing, write_json
 from titans.models.loading import choose_device, load_model, quiet
 from titans.words import sentence
 
-SETTINGS, WEIGHTS = "adapter.json", "adapter.safetensors"
+SETTINGS, WEIGHTS, LORA = "adapter.json", "adapter.safetensors", "lora.safetensors"
 FORMAT = "titans.adapter"
 VERSION = 2
 FIELDS = ("backbone", "fingerprint", "window", "sinks", "taps", "inject", "memory", "notes")
@@ -28,9 +29,15 @@ SAMPLED = 64  # numbers of each tensor that the fingerprint looks at
 
 
 def fingerprint(model: PreTrainedModel) -> str:
-    """What tells the weights of a model from those of any other: a digest of some numbers of each tensor."""
+    """What tells the weights of a model from those of any other: a digest of some numbers of each tensor.
+
+    Low-rank updates of ours are not looked at.
+    """
     found = hashlib.blake2b(digest_size=16)
-    for name, weight in sorted(model.state_dict().items()):
+    weights, updates = model.state_dict(), lora_weights(model)
+    if updates:
+        weights = {name.replace(WRAPPED, "."): x for name, x in weights.items() if name not in updates}
+    for name, weight in sorted(weights.items()):
         some = weight.detach().flatten()[:: max(1, weight.numel() // SAMPLED)][:SAMPLED]
         found.update(f"{name} {tuple(weight.shape)}".encode())
         found.update(some.to(torch.bfloat16).view(torch.int16).cpu().numpy().tobytes())
@@ -81,21 +88,25 @@ def _load_gguf(file: Path, device: torch.device) -> tuple[PreTrainedModel, Any]:
 
 
 def save_adapter(model: AdaptedModel, folder: str | Path) -> None:
-    """Writes the memories and their settings, with where the model comes from and the notes."""
+    """Writes the memories, and the low-rank updates if there are any, with where the model comes from and the notes."""
     if not model.source:
         raise ValueError("source is empty; expected where the model comes from: a folder, a name on the hub or a file")
     source = str(Path(model.source).resolve()) if Path(model.source).exists() else model.source
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    with replacing(folder / WEIGHTS) as temporary:
-        tensors = {name: x.detach().cpu().contiguous() for name, x in model.memories.state_dict().items()}
-        save_file(tensors, temporary, metadata={"format": FORMAT})
+    weights = {WEIGHTS: model.memories.state_dict()}
+    if model.lora is not None:
+        weights[LORA] = lora_weights(model.backbone)
+    for file, named in weights.items():
+        with replacing(folder / file) as temporary:
+            tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}
+            save_file(tensors, temporary, metadata={"format": FORMAT})
     write_json(
         folder / SETTINGS,
         {
             "format": FORMAT, "version": VERSION, "backbone": source, "fingerprint": fingerprint(model.backbone),
             "window": model.window, "sinks": model.sinks, "taps": model.taps, "inject": model.inject,
-            "memory": model.settings, "notes": model.notes,
+            "lora": model.lora, "memory": model.settings, "notes": model.notes,
         },
     )  # fmt: skip
 
@@ -139,9 +150,10 @@ def load_adapter(
         )
     try:
         places = {name: settings[name] for name in ("taps", "inject", "window", "sinks")}
-        made = adapt(model, **places, **settings["memory"])
-        weights = load_file(Path(folder) / WEIGHTS)
-        made.memories.load_state_dict(weights)
+        made = adapt(model, **places, lora=settings.get("lora"), **settings["memory"])
+        made.memories.load_state_dict(load_file(Path(folder) / WEIGHTS))
+        if made.lora is not None:
+            load_lora(made.backbone, load_file(Path(folder) / LORA))
     except (SafetensorError, OSError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"the adapter in {folder} is damaged: {sentence(error)}") from error
     made.source, made.notes = settings["backbone"], settings["notes"]

@@ -127,14 +127,25 @@ def fit(
     gate_rate: Annotated[float, typer.Option(help="The highest learning rate of the gates.")] = 1e-2,
     write_cost: Annotated[float, typer.Option(help="The price of a write by every token of a text.")] = 0.0,
     narrow: Annotated[float, typer.Option(help="The share of texts read with a quarter of the window.")] = 0.0,
+    lora: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Train low-rank updates of the model's attention too, of this rank; the model then runs in every "
+            "update. Default: those of the adapter, if it has any.",
+        ),
+    ] = None,
+    lora_rate: Annotated[float, typer.Option(help="The highest learning rate of the low-rank updates.")] = 5e-4,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the texts and of their order.")] = 0,
     device: Device = "auto",
 ) -> None:
     """Teach the memory language and recall together, on states of the model that are recorded once.
 
-    The same command goes on where it was stopped.
+    With --lora the model learns, too, and runs in every update. The same command goes on where it was stopped.
     """
     _require("fit")
+    if lora is not None:
+        require("adapt fit --lora", "peft", "adapt")
 
     from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, record_texts
     from titans.adapters.fit import fit as train
@@ -144,7 +155,7 @@ def fit(
     with one_sentence((ValueError, TypeError)):
         chosen = FitSettings(
             steps=steps, texts=samples, lengths=numbers(lengths, "--lengths"), batch=batch, rate=rate,
-            gate_rate=gate_rate, write_cost=write_cost, narrow=narrow, seed=seed,
+            gate_rate=gate_rate, lora_rate=lora_rate, write_cost=write_cost, narrow=narrow, seed=seed,
         )  # fmt: skip
         asked = _tasks(tasks, setting, texts)
         read_settings(adapter)
@@ -152,6 +163,10 @@ def fit(
             if (out / SETTINGS).is_file():
                 raise ValueError(f"{out} has an adapter already; expected a new folder")
             model, tokenizer = load_adapter(adapter, device=device)
+            if lora is not None and model.lora is None:
+                model.add_lora(lora)
+            elif lora not in (None, model.lora):
+                raise ValueError(f"lora is {lora}; expected {model.lora}, the rank of what {adapter} has already")
             with bar("recording") as move:
                 plans = record_texts(model, tokenizer, asked, _path(texts), chosen, out / STATES, move)
             with bar("training", steps) as move:

@@ -72,7 +72,9 @@ class TaskMeasure:
         for group in self.groups():
             drawn = example(self.task, "test", evaluation.seed, 0, group, tokenizer)
             if evaluation.control == BM25 and not len(drawn.sentences):
-                raise ValueError(f"control is {BM25!r} and {self.name} has no sentences; expected babilong")
+                raise ValueError(
+                    f"control is {BM25!r} and {self.name} has no sentences; expected babilong or book-quote"
+                )
 
     def measure(
         self,

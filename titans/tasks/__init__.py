@@ -15,6 +15,7 @@ from titans.tasks.base import IGNORED, SPLITS, Answer, Example, Group, Task, Wro
 from titans.tasks.language import Lambada
 from titans.tasks.needle import NeedleEssay, NeedleNoise, NeedleWord
 from titans.tasks.phonebook import Phonebook
+from titans.tasks.quote import BookQuote
 from titans.tasks.recall import MQAR, Reassigned, Recall, Retention
 from titans.tasks.tracking import S3, S5, ModularAddition, Parity
 from titans.words import nearest
@@ -26,8 +27,8 @@ __all__ = [
 
 ENTRY_POINTS = "titans.tasks"  # a package adds a task by an entry point of this group, under the task's name
 _CLASSES: tuple[type[Task], ...] = (
-    NeedleNoise, NeedleEssay, NeedleWord, Babi, Babilong, Lambada, Phonebook, Recall, Reassigned, Retention, MQAR,
-    Parity, ModularAddition, S3, S5,
+    NeedleNoise, NeedleEssay, NeedleWord, BookQuote, Babi, Babilong, Lambada, Phonebook, Recall, Reassigned, Retention,
+    MQAR, Parity, ModularAddition, S3, S5,
 )  # fmt: skip
 # What else titans.evaluation measures, by name: no task may be called so.
 MEASURES = (

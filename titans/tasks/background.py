@@ -63,24 +63,34 @@ class Sentences:
         tokens: of the whole text, (tokens,).
         starts: the place of each sentence's first token, (sentences,).
         codes: its words with digits or hyphens, any of which might be drawn as a value by chance.
+        texts: the sentences themselves, as far as they are known.
     """
 
     tokens: NDArray[np.int32]
     starts: NDArray[np.int64]
     codes: str = ""
+    texts: Sequence[str] = ()
 
     @classmethod
-    def join(cls, sentences: Sequence[Sequence[int] | NDArray[np.int32]], codes: str = "") -> Sentences:
+    def join(
+        cls, sentences: Sequence[Sequence[int] | NDArray[np.int32]], codes: str = "", texts: Sequence[str] = ()
+    ) -> Sentences:
         """One text from the tokens of its sentences."""
         ends = np.cumsum([0, *map(len, sentences)])
         tokens = np.concatenate([np.asarray(sentence, np.int32) for sentence in sentences])
-        return cls(tokens, ends[:-1], codes)
+        return cls(tokens, ends[:-1], codes, texts)
 
     def part(self, begin: float, end: float) -> Sentences:
         """The sentences from one share of the tokens to another; parts side by side share no sentence."""
         first, last = np.searchsorted(self.starts, [begin * len(self.tokens), end * len(self.tokens)])
         ends = np.append(self.starts, len(self.tokens))
-        return Sentences(self.tokens[ends[first] : ends[last]], self.starts[first:last] - ends[first], self.codes)
+        tokens, starts = self.tokens[ends[first] : ends[last]], self.starts[first:last] - ends[first]
+        return Sentences(tokens, starts, self.codes, self.texts[first:last])
+
+    def size_of(self, number: int) -> int:
+        """The tokens of a sentence."""
+        end = self.starts[number + 1] if number + 1 < len(self.starts) else len(self.tokens)
+        return int(end - self.starts[number])
 
     def take(
         self, rng: random.Random, size: int, repeat: bool, name: str
@@ -149,7 +159,8 @@ class Writer:
                 if not sentences:
                     raise ValueError(f"{path} is empty; expected text")
                 pieces = self._pieces([" " + sentence for sentence in sentences])
-                self._read[path, part] = Sentences.join(pieces, " ".join(filter(_CODE.search, set(text.split()))))
+                codes = " ".join(filter(_CODE.search, set(text.split())))
+                self._read[path, part] = Sentences.join(pieces, codes, sentences)
             else:
                 self._read[path, part] = self.read(path).part(*part)
         return self._read[path, part]

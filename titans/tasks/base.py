@@ -117,6 +117,33 @@ class Task(ABC):
         return asdict(self)  # type: ignore[call-overload]
 
 
+@dataclass(frozen=True)
+class AtDepth(Task):
+    """What tasks share that ask for something at some depth of a long text.
+
+    Attributes:
+        lengths: of the sequences, in tokens.
+        depths: which share of the text stands before what is asked for.
+    """
+
+    axes: ClassVar[tuple[str, ...]] = ("length", "depth")
+    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
+    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+    def __post_init__(self) -> None:
+        require_lengths("lengths", self.lengths, 1)
+        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
+            raise ValueError(f"depths is {self.depths}; expected one or more numbers from 0 to 1")
+
+    def groups(self) -> list[dict[str, Any]]:
+        """One per length and depth."""
+        return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
+
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """That length, at any depth."""
+        return {"length": length, "depth": rng.random()}
+
+
 def example(task: Task, split: str, seed: int, number: int, group: Group | int, tokenizer: Any = None) -> Example:
     """The sequence of a task for a split, seed and number; no two splits share a stream.
 

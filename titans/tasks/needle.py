@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from titans.tasks.background import PARTS, WHOLE, Sentences, Writer, draw_of_split, text_files, writer_for
-from titans.tasks.base import Example, Group, Task, WrongLengthError, append_question, require_lengths
+from titans.tasks.base import AtDepth, Example, Group, WrongLengthError, append_question
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INSTRUCTION = (
@@ -77,31 +77,24 @@ class _Hidden(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Needle(Task):
+class Needle(AtDepth):
     """What the three needle tasks share.
 
     The haystack fills the sequence to exactly its length, so its last sentence may be cut. Train, validation and test
     have different values, and no number, uuid or word of theirs occurs in the haystack.
 
     Attributes:
-        lengths: of the sequences, in tokens.
-        depths: which share of the haystack stands before the needle.
         needles: how many there are, each asked for by a key of its own; all but the first stand anywhere. A training
             sequence has one to that many.
     """
 
-    axes: ClassVar[tuple[str, ...]] = ("length", "depth")
     glue: ClassVar[str] = " "  # what stands before a sentence of the haystack
-    lengths: tuple[int, ...] = (2048, 4096, 8192, 16384)
-    depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
     needles: int = 1
 
     def __post_init__(self) -> None:
-        require_lengths("lengths", self.lengths, 1)
+        super().__post_init__()
         if not isinstance(self.needles, int) or not 1 <= self.needles <= MOST_NEEDLES:
             raise ValueError(f"needles is {self.needles}; expected a whole number from 1 to {MOST_NEEDLES}")
-        if not self.depths or not all(0 <= depth <= 1 for depth in self.depths):
-            raise ValueError(f"depths is {self.depths}; expected one or more numbers from 0 to 1")
 
     @property
     def kind(self) -> str:
@@ -116,13 +109,9 @@ class Needle(Task):
     def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
         """The text of a split, and whether it may be repeated."""
 
-    def groups(self) -> list[dict[str, Any]]:
-        """One per length and depth."""
-        return [{"length": length, "depth": depth} for length in self.lengths for depth in self.depths]
-
     def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
         """That length, at any depth, with up to ``needles`` needles, or as many as fit."""
-        group = {"length": length, "depth": rng.random()}
+        group = super().training_group(rng, length)
         return group if self.needles == 1 else group | {"at_most": rng.randint(1, self.needles)}
 
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
