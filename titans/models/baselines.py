@@ -94,6 +94,7 @@ SMALL_VOCABULARY = 512
 BEST_OF_BYTES: dict[str, dict[str, Best]] = {
     "1.5m": {
         "lmm": Best(_LINEAR | {"num_hidden_layers": 4}, 4e-3, _SKIP),
+        "mag": Best(_LINEAR | {"num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 64}, 4e-3, _SUM),
         "mal": Best(_LINEAR | {"num_hidden_layers": 6, "hidden_size": 128, "memory_head_dim": 64}),
         "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 4}, 8e-3, _SKIP),
         "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}),
