@@ -73,7 +73,7 @@ class Best:
 
 
 _LINEAR: dict[str, Any] = {"hidden_size": 192, "memory_depth": 1, "memory_heads": 4, "memory_head_dim": 80}
-_SKIP = {"token_skip": True}  # measured with the LMM (docs/log.md), and so given to Gated DeltaNet as well
+_SKIP = {"token_skip": True}  # measured with LMM and MAL (docs/log.md), and given to Gated DeltaNet with the LMM
 _SUM = _SKIP | {"gate": "sum"}  # what attention and memory say is added: measured with MAG (docs/log.md)
 # What `titans experiment shapes` found (docs/results/shapes.md). At other sizes no search was made: there all models
 # have the width and the heads of their size.
@@ -82,7 +82,7 @@ BEST: dict[str, dict[str, Best]] = {
         "lmm": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3, _SKIP),
         "mac": Best(_LINEAR | {"num_hidden_layers": 2}),
         "mag": Best(_LINEAR | {"num_hidden_layers": 2}, 8e-3, _SUM),
-        "mal": Best(_LINEAR | {"num_hidden_layers": 3, "hidden_size": 160}),
+        "mal": Best(_LINEAR | {"num_hidden_layers": 3, "hidden_size": 160}, options=_SKIP),
         "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3, _SKIP),
         "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}, 8e-3),
         "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}),
