@@ -18,12 +18,13 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.training.conftest import LENGTH, ROOT, ROWS, command, finish, losses, start, store_of
 from titans import TitansForCausalLM
-from titans.files import LOCK
+from titans.files import LOCK, RUN
 from titans.tasks import IGNORED
 from titans.training import run, trainer
 from titans.training.build import make_model
@@ -303,6 +304,23 @@ def test_a_resumed_run_may_use_other_batches_and_keeps_its_lanes(tiny: Make) -> 
     assert len(list(Path(cut.output, "checkpoint-3").glob("memory-*"))) == ROWS // 2
     train(tiny("mal", "cut", carry=1, steps=6, micro_batch=1), resume=True, say=lambda words: None)
     close(losses(cut.output), losses(whole.output), 1e-5)
+
+
+@pytest.mark.parametrize("change", [{"forget_cost": 0.3}, {"model": {"token_skip": True}}], ids=["setting", "model"])
+def test_a_run_from_before_there_was_a_setting_had_its_default(change: dict[str, Any], tiny: Make) -> None:
+    config = tiny("mag", steps=2)
+    train(config, say=lambda words: None)
+    _forget_the_last(config.output)
+    file = Path(config.output, RUN)
+    file.write_text("".join(line for line in file.read_text().splitlines(True) if "forget_cost" not in line))
+    changed = tiny("mag", steps=2, **change)
+    if "model" in change:  # what the name stood for has changed, and the file cannot know
+        saved = yaml.safe_load(file.read_text())
+        file.write_text(yaml.safe_dump(saved | {"model": changed.model}))
+    with pytest.raises(
+        ValueError, match=r"has (forget_cost 0\.0|token_skip False), this one (0\.3|True); expected the same"
+    ):
+        train(changed, resume=True, say=lambda words: None)
 
 
 @pytest.mark.parametrize("sizes", [[4 * LENGTH + 1], [5, 2 * LENGTH, 2, 17, 3 * LENGTH]], ids=["one", "several"])

@@ -33,6 +33,7 @@ PAPER = {
 }
 # The same for all, so that a row differs from the first in what it says alone; fewer layers beside attention.
 SHAPE = {"hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64, "memory_depth": 2}
+OPTIONS = {"token_skip": False, "gate": None}  # the paper's blocks, whatever is best for a model by itself
 LAYERS = {"lmm": 3, "mac": 2, "mag": 2, "mal": 2}
 
 
@@ -40,7 +41,7 @@ def language_models() -> dict[str, dict[str, Any]]:
     """The models of the table as in the recipe of recall, of two layers of memory and one width."""
     models: dict[str, dict[str, Any]] = read_recipe(shipped_recipes()["recall"])["models"]
     return {
-        label: SHAPE | {"num_hidden_layers": LAYERS[model["name"]]} | model
+        label: SHAPE | OPTIONS | {"num_hidden_layers": LAYERS[model["name"]]} | model
         for label, model in models.items()
         if label in PAPER
     }

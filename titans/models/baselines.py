@@ -95,7 +95,7 @@ BEST_OF_BYTES: dict[str, dict[str, Best]] = {
     "1.5m": {
         "lmm": Best(_LINEAR | {"num_hidden_layers": 4}, 4e-3, _SKIP),
         "mag": Best(_LINEAR | {"num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 64}, 4e-3, _SUM),
-        "mal": Best(_LINEAR | {"num_hidden_layers": 6, "hidden_size": 128, "memory_head_dim": 64}),
+        "mal": Best(_LINEAR | {"num_hidden_layers": 6, "hidden_size": 128, "memory_head_dim": 64}),  # without _SKIP
         "gated-deltanet": Best(_LINEAR | {"num_hidden_layers": 4}, 8e-3, _SKIP),
         "mamba2": Best({"hidden_size": 192, "num_heads": 6, "head_dim": 64}),
         "sliding-window": Best({"num_hidden_layers": 3, "hidden_size": 192, "num_attention_heads": 4}, 8e-3),

@@ -281,17 +281,20 @@ class TrainConfig:
         return asdict(self)
 
     def what_changed(self, saved: Mapping[str, Any]) -> tuple[str, Any, Any] | None:
-        """The first field by which this run differs from the saved one, with both values; None if there is none."""
+        """The first field by which this run differs from the saved one, with both values; None if there is none.
+
+        A run from before there was a field has its default.
+        """
+        before = {**TrainConfig().to_dict(), **saved}
         for name, value in self.to_dict().items():
-            free = name in FREE and not (self.streamed and name in STREAM)
-            if free or name not in saved:
+            if name in FREE and not (self.streamed and name in STREAM):
                 continue
             if name in ("model", "task"):
-                for key in {**value, **saved[name]}:
-                    if value.get(key) != saved[name].get(key):
-                        return f"{name}.{key}", saved[name].get(key), value.get(key)
-            elif value != saved[name]:
-                return name, saved[name], value
+                for key in {**value, **before[name]}:
+                    if value.get(key) != before[name].get(key):
+                        return f"{name}.{key}", before[name].get(key), value.get(key)
+            elif value != before[name]:
+                return name, before[name], value
         return None
 
     def other_than(self, folder: Path, fingerprint: str) -> str | None:

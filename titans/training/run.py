@@ -9,14 +9,14 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import PreTrainedConfig, PreTrainedModel, TrainingArguments
 from transformers.integrations import TensorBoardCallback, get_available_reporting_integrations
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
@@ -163,6 +163,8 @@ def _train(config: TrainConfig, resume: bool, overwrite: bool, say: Say, rank: i
     for callback in (ProgressCallback, PrinterCallback):
         trainer.remove_callback(callback)
     checkpoint = last_checkpoint(output) if resume else None
+    if checkpoint is not None:
+        check_checkpoint(checkpoint, model)
     if resume and rank == 0:
         say("there is no checkpoint yet: starting at step 0." if checkpoint is None else f"going on from {checkpoint}.")
     try:
@@ -336,6 +338,20 @@ def check_output(output: Path, config: TrainConfig, data: Data, resume: bool, ov
             raise ValueError(f"{output} is not empty and holds no run; expected a new or empty folder")
         if not overwrite:
             raise ValueError(f"{output} holds another run; --resume goes on with it, --overwrite replaces it")
+
+
+def check_checkpoint(checkpoint: Path, model: PreTrainedModel) -> None:
+    """Refuses the checkpoint of another model: what a name stands for may have changed since it was written."""
+    if not (checkpoint / "config.json").is_file():
+        return
+    own = {each.name for each in fields(model.config)} - {each.name for each in fields(PreTrainedConfig)}
+    before, now = type(model.config).from_pretrained(checkpoint).to_dict(), model.config.to_dict()
+    for name in sorted(own):
+        if before.get(name) != now.get(name):
+            raise ValueError(
+                f"the model in {checkpoint} has {name} {before.get(name)!r}, this one {now.get(name)!r}; expected the "
+                f"same: give model.{name}, or a new folder"
+            )
 
 
 def checkpoints(output: Path) -> list[Path]:
