@@ -177,20 +177,39 @@ def test_a_name_that_comes_again_in_any_form_is_not_asked_for(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("text", "length", "message"),
+    ("text", "divide", "length", "message"),
     [
-        (book(300), 100, r"^length is 100; expected at least \d{3}$"),
-        (book(30), 9000, r"^haystack has 2,\d{3} tokens for test; expected at least 9,000$"),
-        (book(300, names=False), 900, r"^haystack has no name .* in 900 tokens of test, at depth 0.50; expected the"),
+        (book(300), False, 100, r"^length is 100; expected at least \d{3}$"),
+        (book(30), False, 9000, r"^haystack has 2,\d{3} tokens for test; expected at least 9,000$"),
+        (book(3), True, 900, r"^haystack has 0 tokens for test; expected at least 900$"),
+        (
+            book(300, names=False),
+            False,
+            900,
+            r"^haystack has no name .* in 900 tokens of test, at depth 0.50; expected the",
+        ),
     ],
-    ids=["short", "small", "no names"],
+    ids=["short", "small", "no sentences", "no names"],
 )
-def test_a_text_without_such_a_sentence_is_refused(tmp_path: Path, text: str, length: int, message: str) -> None:
+def test_a_text_without_such_a_sentence_is_refused(
+    tmp_path: Path, text: str, divide: bool, length: int, message: str
+) -> None:
     (tmp_path / "a.txt").write_text(text)
-    task = make_task("book-quote", {"haystack": str(tmp_path), "divide": False})
+    task = make_task("book-quote", {"haystack": str(tmp_path), "divide": divide})
     with pytest.raises(ValueError, match=message) as error:
         example(task, "test", 0, 0, {"length": length, "depth": 0.5}, BYTES)
     assert isinstance(error.value, WrongLengthError) == (length == 100)
+
+
+def test_training_takes_another_depth_where_a_text_has_no_name_at_the_first(tmp_path: Path) -> None:
+    before, after = book(40, names=False), book(60, names=False)
+    (tmp_path / "a.txt").write_text(f"{before} Near the old mill and the river lived Conrad, who was old. {after}")
+    task = make_task("book-quote", {"haystack": str(tmp_path), "divide": False})
+    with pytest.raises(ValueError, match=r"^haystack has no name .* at depth 0.90; expected the text of books"):
+        example(task, "train", 0, 0, {"length": 6000, "depth": 0.9}, BYTES)
+    drawn = [example(task, "train", 0, number, 6000, BYTES) for number in range(8)]
+    assert {BYTES.decode(each.answers[0].wanted) for each in drawn} == {" Conrad"}
+    assert drawn == [example(task, "train", 0, number, 6000, BYTES) for number in range(8)]
 
 
 @pytest.mark.parametrize(

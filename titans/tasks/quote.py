@@ -67,13 +67,20 @@ class BookQuote(AtDepth):
         """Any name may follow."""
         return 0.0
 
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """That length, at any depth: another one where the text has no such name at the first."""
+        return super().training_group(rng, length) | {"any_depth": True}
+
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
         """A sequence of ``group["length"]`` tokens that asks for a name after ``group["depth"]`` of the text."""
-        length, depth = group["length"], group["depth"]
+        length, depth, any_depth = group["length"], group["depth"], group.get("any_depth", False)
         writer = writer_for(tokenizer)
         text = writer.read(self.haystack, PARTS[split] if self.divide else WHOLE)
         least = None
-        for _ in range(TRIES):
+        tries = TRIES * (1 + any_depth) if len(text.starts) else 0
+        for attempt in range(tries):
+            if attempt >= TRIES:
+                depth = rng.random()
             number = rng.randrange(len(text.starts))
             quotes = find_quotes(text.texts[number])
             if not quotes:
@@ -100,9 +107,10 @@ class BookQuote(AtDepth):
             raise WrongLengthError(f"length is {length}; expected at least {least}")
         if len(text.tokens) < length:
             raise ValueError(f"haystack has {len(text.tokens):,} tokens for {split}; expected at least {length:,}")
+        where = "any depth" if any_depth else f"depth {depth:.2f}"
         raise ValueError(
             f"haystack has no name after {FEWEST} words or more that stands once in {length:,} tokens of {split}, at "
-            f"depth {depth:.2f}; expected the text of books, or another length or depth"
+            f"{where}; expected the text of books, or another length or depth"
         )
 
 
