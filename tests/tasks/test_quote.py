@@ -176,6 +176,17 @@ def test_a_name_that_comes_again_in_any_form_is_not_asked_for(tmp_path: Path) ->
     assert {BYTES.decode(each.answers[0].wanted) for each in drawn} == {" Anna", " Bruno"}
 
 
+def test_a_name_that_the_book_has_as_a_common_word_is_not_asked_for(tmp_path: Path) -> None:
+    filler = "It was a long way and nobody knew why. " * 30
+    (tmp_path / "a.txt").write_text(
+        f"In the old house by the river lived Death. In the new house by the river lived Conrad. {filler}"
+        f"{filler}And there was no death."
+    )
+    task = make_task("book-quote", {"haystack": str(tmp_path), "divide": False})
+    drawn = [example(task, "test", 0, number, {"length": 500, "depth": 0.0}, BYTES) for number in range(9)]
+    assert {BYTES.decode(each.answers[0].wanted) for each in drawn} == {" Conrad"}
+
+
 @pytest.mark.parametrize(
     ("text", "divide", "length", "message"),
     [

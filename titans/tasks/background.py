@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -25,6 +26,7 @@ _END = re.compile(
     r"([.!?](?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)"  # not after titles and initials
     r"[\"')\]”’]?) "
 )
+_WORD = re.compile(r"\w+")
 _CODE = re.compile(r"[\d-]")
 
 OWN = """
@@ -86,6 +88,11 @@ class Sentences:
         ends = np.append(self.starts, len(self.tokens))
         tokens, starts = self.tokens[ends[first] : ends[last]], self.starts[first:last] - ends[first]
         return Sentences(tokens, starts, self.codes, self.texts[first:last])
+
+    @cached_property
+    def small_words(self) -> frozenset[str]:
+        """The words that its sentences have in small letters."""
+        return frozenset(word for text in self.texts for word in _WORD.findall(text) if word.islower())
 
     def size_of(self, number: int) -> int:
         """The tokens of a sentence."""

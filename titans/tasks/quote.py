@@ -40,8 +40,8 @@ class BookQuote(AtDepth):
     """A name that a book has once.
 
     The text is as it is in the book. A sentence at the depth asked for has a name that occurs nowhere else in what is
-    read; the question quotes the words before it. The text fills the sequence to exactly its length, so its last
-    sentence may be cut.
+    read, and which no book of the haystack has as a word in small letters; the question quotes the words before it. The
+    text fills the sequence to exactly its length, so its last sentence may be cut.
 
     Attributes:
         haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
@@ -76,13 +76,14 @@ class BookQuote(AtDepth):
         length, depth, any_depth = group["length"], group["depth"], group.get("any_depth", False)
         writer = writer_for(tokenizer)
         text = writer.read(self.haystack, PARTS[split] if self.divide else WHOLE)
+        common = writer.read(self.haystack).small_words
         least = None
         tries = TRIES * (1 + any_depth) if len(text.starts) else 0
         for attempt in range(tries):
             if attempt >= TRIES:
                 depth = rng.random()
             number = rng.randrange(len(text.starts))
-            quotes = find_quotes(text.texts[number])
+            quotes = [quote for quote in find_quotes(text.texts[number]) if quote.name.lower() not in common]
             if not quotes:
                 continue
             quote = rng.choice(quotes)
