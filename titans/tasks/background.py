@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titans.models.text import opening, read_text
+from titans.tasks.base import LongTextTask
 
 LEAD = "."  # put before a piece while it is encoded, as most sentences end with it
 KEPT = 1 << 13  # how many pieces keep their tokens
@@ -188,6 +189,30 @@ class Writer:
             else:  # this tokenizer has a token for the lead and what follows it
                 pieces[index] = self._encode([texts[index]])[0]
         return pieces
+
+
+@dataclass(frozen=True)
+class HaystackTask(LongTextTask):
+    """What tasks share whose long text is read from files.
+
+    Attributes:
+        haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
+            for train, one for validation and the last for test; None: a text of our own, for all.
+        divide: give each split a part of its own; if not, every split has all of it, for models that were not trained
+            on the task.
+    """
+
+    haystack: str | None = None
+    divide: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.haystack is not None:
+            text_files(self.haystack)
+
+    def read_split(self, writer: Writer, split: str) -> Sentences:
+        """The text of a split."""
+        return writer.read(self.haystack, PARTS[split] if self.divide and self.haystack is not None else WHOLE)
 
 
 _WRITERS: WeakKeyDictionary[Any, Writer] = WeakKeyDictionary()

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from titans.tasks.background import PARTS, WHOLE, Sentences, text_files, writer_for
-from titans.tasks.base import AtDepth, Example, Group, WrongLengthError, append_question
+from titans.tasks.background import HaystackTask, Sentences, writer_for
+from titans.tasks.base import Example, Group, WrongLengthError, append_question
 
 QUESTION = '\nQuestion: In the text above, which name follows the words "{words}"?\nAnswer:'
 FEWEST, MOST = 6, 15  # words that are quoted
@@ -36,31 +36,22 @@ class Quote(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BookQuote(AtDepth):
+class BookQuote(HaystackTask):
     """A name that a book has once.
 
     The text is as it is in the book. A sentence at the depth asked for has a name that occurs nowhere else in what is
     read, and which no book of the haystack has as a word in small letters; the question quotes the words before it. The
     text fills the sequence to exactly its length, so its last sentence may be cut.
-
-    Attributes:
-        haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
-            for train, one for validation and the last for test.
-        divide: give each split a part of its own; if not, every split has all of it, for models that were not trained
-            on the task.
     """
 
     name: ClassVar[str] = "book-quote"
     title: ClassVar[str] = "Name after a quotation from a book"
     source: ClassVar[str] = "ours"
-    haystack: str | None = None
-    divide: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.haystack is None:
             raise ValueError("haystack is None; expected a file, or a folder with .txt files: the text of books")
-        text_files(self.haystack)
 
     @property
     def chance(self) -> float:
@@ -75,7 +66,7 @@ class BookQuote(AtDepth):
         """A sequence of ``group["length"]`` tokens that asks for a name after ``group["depth"]`` of the text."""
         length, depth, any_depth = group["length"], group["depth"], group.get("any_depth", False)
         writer = writer_for(tokenizer)
-        text = writer.read(self.haystack, PARTS[split] if self.divide else WHOLE)
+        text = self.read_split(writer, split)
         common = writer.read(self.haystack).small_words
         least = None
         tries = TRIES * (1 + any_depth) if len(text.starts) else 0
