@@ -26,6 +26,7 @@ from titans.adapters.model import HEAD, AdaptedModel
 from titans.adapters.saving import fingerprint
 from titans.adapters.states import Reading, head, record, window_of
 from titans.files import replacing, write_json
+from titans.layers.memory import priced
 from titans.report.progress import Progress, silent
 from titans.tasks import Task
 from titans.tasks.background import PARTS, writer_for
@@ -194,14 +195,16 @@ def fit(
         progress(step, settings.steps, "steps")
         for group in optimiser.param_groups:
             group["lr"] = group["peak"] * _schedule(step, settings.steps)
+        prices = {}
         if settings.write_cost:
             price = settings.write_cost * min(1.0, step / (0.5 * settings.steps)) / max(settings.lengths)
-            for memory in memories:
-                memory.prices = {"theta": torch.tensor(price, device=model.device)}
+            prices["theta"] = torch.tensor(price, device=model.device)
         rng = random.Random(f"{settings.seed} {step}")
         torch.manual_seed(rng.getrandbits(48))
         batch = choose(plans, settings, step, rng)
-        recent.append(add_gradients(model, [Reading.load(states / plan.name) for plan in batch], settings, rng))
+        readings = [Reading.load(states / plan.name) for plan in batch]
+        with priced(memories, prices):
+            recent.append(add_gradients(model, readings, settings, rng))
         if torch.nn.utils.clip_grad_norm_(learned, 1.0).isfinite():
             optimiser.step()
         optimiser.zero_grad()
@@ -211,8 +214,6 @@ def fit(
             recent = []
             if checkpoint is not None:
                 _save(checkpoint, model, optimiser, made_with, step + 1)
-    for memory in memories:
-        memory.prices = {}
     progress(settings.steps, settings.steps, "steps")
 
 
