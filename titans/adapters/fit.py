@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans.adapters.calibrate import read_texts
-from titans.adapters.lora import load_lora, lora_weights
+from titans.adapters.lora import load_lora
 from titans.adapters.memory import TapMemory
 from titans.adapters.model import HEAD, AdaptedModel
 from titans.adapters.saving import fingerprint
@@ -138,17 +138,21 @@ def record_texts(
     ]
     made_with = {
         "tasks": {task.name: asdict(task) for task in tasks},  # type: ignore[call-overload]
-        "backbone": fingerprint(model.backbone), "texts": texts,
+        "backbone": fingerprint(model.backbone, model.updates), "texts": texts,
         "window": model.window, "sinks": model.sinks, "taps": model.taps, "seed": settings.seed,
     }  # fmt: skip
     layers = sorted({tap for taps in model.taps for tap in taps if tap})
     if model.lora is not None:
-        made_with["lora"] = _digest(lora_weights(model.backbone))
+        made_with["lora"] = _digest(model.updates)
         layers = []
     note = folder / "settings.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != _plain(made_with):
-        raise ValueError(f"{folder} has states of another model, window or text; expected a new folder, or the same")
+    if note.is_file():
+        before, now = json.loads(note.read_text(encoding="utf-8")), _plain(made_with)
+        differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if differing:
+            which = "a model with other low-rank updates" if differing == ["lora"] else "another model, window or text"
+            raise ValueError(f"{folder} has states of {which}; expected a new folder, or the same")
     write_json(note, made_with)
     for done, plan in enumerate(plans):
         progress(done, len(plans), "texts")
@@ -181,13 +185,13 @@ def fit(
         raise ValueError(f"inject is {model.inject}; expected {HEAD}: only what is said there can be learned")
     memories = [memory for memory in model.memories if isinstance(memory, TapMemory)]
     groups = _groups(model, memories, settings)
-    learned = [weight for group in groups for weight in group["params"]]
+    of_memories = [weight for group in groups[:2] for weight in group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
     made_with = _plain(asdict(settings)) | {"start": _digest(model.memories.state_dict())}
     if model.lora is None:
         del made_with["lora_rate"]
     else:
-        made_with["lora"] = _digest(lora_weights(model.backbone))
+        made_with["lora"] = _digest(model.updates)
     first = 0 if checkpoint is None else _resume(checkpoint, model, optimiser, made_with)
     every = SAVE_EVERY if model.lora is None else SAVE_EVERY_WITH_LORA
     recent: list[tuple[float, float]] = []
@@ -205,7 +209,7 @@ def fit(
         readings = [Reading.load(states / plan.name) for plan in batch]
         with priced(memories, prices):
             recent.append(add_gradients(model, readings, settings, rng))
-        if torch.nn.utils.clip_grad_norm_(learned, 1.0).isfinite():
+        if clip_gradients([of_memories, [*model.updates.values()]]):
             optimiser.step()
         optimiser.zero_grad()
         if len(recent) == every or step + 1 == settings.steps:
@@ -218,15 +222,21 @@ def fit(
 
 
 def _groups(model: AdaptedModel, memories: Sequence[TapMemory], settings: FitSettings) -> list[dict[str, Any]]:
-    """What is learned, with the highest learning rate of each."""
+    """What is learned, with the highest learning rate of each: two groups of the memories, and low-rank updates."""
     named = [(name.split(".")[0], p) for memory in memories for name, p in memory.named_parameters()]
     groups: list[dict[str, Any]] = [
         {"params": [p for part, p in named if part in LEARNED and part not in GATES], "peak": settings.rate},
         {"params": [p for part, p in named if part in GATES], "peak": settings.gate_rate},
     ]
     if model.lora is not None:
-        groups.append({"params": [*lora_weights(model.backbone).values()], "peak": settings.lora_rate})
+        groups.append({"params": [*model.updates.values()], "peak": settings.lora_rate})
     return groups
+
+
+def clip_gradients(parts: Sequence[Sequence[Tensor]]) -> bool:
+    """Shortens the gradients of each part to a norm of 1 at most, whatever the others have; are all of them finite?"""
+    norms = [torch.nn.utils.clip_grad_norm_(part, 1.0) for part in parts]
+    return all(bool(norm.isfinite()) for norm in norms)
 
 
 def _resume(checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimizer, made_with: dict[str, Any]) -> int:
@@ -240,7 +250,8 @@ def _resume(checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimi
     if kept["settings"] != made_with:
         raise ValueError(f"{checkpoint} is of a training with other settings; expected the same, or a new folder")
     model.memories.load_state_dict(kept["memories"])
-    load_lora(model.backbone, kept.get("lora", {}))
+    if model.lora is not None:
+        load_lora(model.backbone, kept["lora"])
     optimiser.load_state_dict(kept["optimiser"])
     return int(kept["step"])
 
@@ -249,7 +260,8 @@ def _save(
     checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimizer, made_with: dict[str, Any], step: int
 ) -> None:
     kept = {"settings": made_with, "step": step, "memories": model.memories.state_dict()}
-    kept |= {"lora": {name: x.detach() for name, x in lora_weights(model.backbone).items()}}
+    if model.lora is not None:
+        kept["lora"] = {name: x.detach() for name, x in model.updates.items()}
     with replacing(checkpoint) as temporary:
         torch.save(kept | {"optimiser": optimiser.state_dict()}, temporary)
 
