@@ -282,7 +282,7 @@ def choose(plans: Sequence[Plan], settings: FitSettings, step: int, rng: random.
 
 
 @dataclass(frozen=True)
-class _Counted:
+class _Targets:
     """A text, and the places whose predictions count: those of each answer, and some others, as language."""
 
     reading: Reading
@@ -303,12 +303,12 @@ def add_gradients(
     Returns the loss of the answers, and how much worse than when they were recorded other tokens are predicted. A model
     that is run has the gradients of one text at a time.
     """
-    texts = [_count(reading, settings, rng, model.device) for reading in readings]
+    texts = [_choose_places(reading, settings, rng, model.device) for reading in readings]
     asking = sum(bool(text.answers) for text in texts) / len(texts)
     answers, plain = sum(len(text.answers) for text in texts), sum(len(text.language) > 0 for text in texts)
     total = torch.zeros(2)
     for part in [texts] if model.lora is None else [[text] for text in texts]:
-        predict = _predict if model.lora is None else _run
+        predict = _predict_recorded if model.lora is None else _predict_live
         losses = [_losses(model, text, logits) for text, logits in zip(part, predict(model, part), strict=True)]
         recall, language = torch.stack(losses).sum(0)
         recall, language = recall * asking / max(1, answers), language / max(1, plain)
@@ -317,7 +317,7 @@ def add_gradients(
     return float(total[0]), float(total[1])
 
 
-def _count(reading: Reading, settings: FitSettings, rng: random.Random, device: torch.device) -> _Counted:
+def _choose_places(reading: Reading, settings: FitSettings, rng: random.Random, device: torch.device) -> _Targets:
     """Which predictions of a text count: as language, some beyond the window and before the first question."""
     begin, end = min(reading.window, len(reading.ids) // 2), len(reading.ids) - 1
     if reading.answers:
@@ -327,10 +327,10 @@ def _count(reading: Reading, settings: FitSettings, rng: random.Random, device: 
         for answer in reading.answers
     ]
     some = sorted(rng.choices(range(begin, end), k=settings.places)) if end > begin else []
-    return _Counted(reading, answers, torch.tensor(some, dtype=torch.long, device=device))
+    return _Targets(reading, answers, torch.tensor(some, dtype=torch.long, device=device))
 
 
-def _predict(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
+def _predict_recorded(model: AdaptedModel, texts: Sequence[_Targets]) -> list[Tensor]:
     """The logits (places, vocabulary) of each text, from the recorded states of a frozen model."""
     said = [read_texts(model, index, [text.reading for text in texts]) for index in range(len(model.memories))]
     found = []
@@ -343,7 +343,7 @@ def _predict(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
     return found
 
 
-def _run(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
+def _predict_live(model: AdaptedModel, texts: Sequence[_Targets]) -> list[Tensor]:
     """The logits (places, vocabulary) of each text, from the model itself."""
     found = []
     for text in texts:
@@ -352,7 +352,7 @@ def _run(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
     return found
 
 
-def _losses(model: AdaptedModel, text: _Counted, logits: Tensor) -> Tensor:
+def _losses(model: AdaptedModel, text: _Targets, logits: Tensor) -> Tensor:
     """(2,): the losses of the answers of a text, added, and how much worse its language is predicted than recorded."""
     wanted = text.reading.ids.to(model.device)
     recall = language = logits.new_zeros(())
