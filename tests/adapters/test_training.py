@@ -197,6 +197,24 @@ def test_training_lowers_the_loss_of_answers_and_goes_on_where_it_was_stopped(tm
         record_texts(small(taps=[0, 1]), byte_tokenizer(), [task], None, settings, tmp_path / STATES)
 
 
+def test_a_training_that_is_stopped_leaves_no_price_on_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, seen = small(taps=[0, 2]), []
+    settings = FitSettings(steps=4, texts=1, lengths=(96,), write_cost=0.5)
+    plans = record_texts(model, byte_tokenizer(), [], None, settings, tmp_path)
+
+    def stop_at_the_third(*arguments: Any) -> tuple[float, float]:
+        seen.extend(float(memory.prices["theta"]) for memory in model.memories)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return add_gradients(*arguments)
+
+    monkeypatch.setattr("titans.adapters.fit.add_gradients", stop_at_the_third)
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, plans, tmp_path, settings)
+    assert seen == pytest.approx([0, 0.25 / 96, 0.5 / 96])
+    assert [memory.prices for memory in model.memories] == [{}]
+
+
 def test_a_step_has_the_mean_loss_of_its_answers_and_what_language_costs() -> None:
     """With a silent memory language costs nothing, and answers what they cost the model."""
     model, asked = small(taps=[0, 1]), [[Answer(80, (97, 98)), Answer(90, (99,))], [Answer(95, (100,))], []]

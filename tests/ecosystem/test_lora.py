@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import subprocess
 import sys
@@ -17,8 +18,7 @@ from tests.adapters.test_training import small as small_reader
 from tests.adapters.test_window import FAMILIES, adapted, small, some_ids
 from titans.adapters import fit as fitting
 from titans.adapters.calibrate import start
-from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, add_gradients, fit, record_texts
-from titans.adapters.lora import lora_weights
+from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, add_gradients, clip_gradients, fit, record_texts
 from titans.adapters.model import AdaptedModel, adapt
 from titans.adapters.saving import LORA, SETTINGS, WEIGHTS, fingerprint, load_adapter, save_adapter
 from titans.adapters.states import Reading, record, window_of
@@ -44,7 +44,7 @@ def shaken(model: AdaptedModel) -> AdaptedModel:
     """The same model, with updates that are not zero."""
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
-        for weight in lora_weights(model.backbone).values():
+        for weight in model.updates.values():
             weight += 0.2 * torch.randn(weight.shape, generator=generator).to(weight.dtype)
     return model
 
@@ -59,10 +59,13 @@ def test_at_first_updates_change_nothing_and_later_they_do(family: str) -> None:
 
 
 def test_every_projection_of_attention_has_an_update_and_nothing_else() -> None:
-    model = adapted(lora=RANK)
-    names = {name.split(".lora_")[0] for name in lora_weights(model.backbone)}
+    whole = small("llama")
+    whole.tower = torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({"q_proj": torch.nn.Linear(4, 4)})})
+    model = adapt(whole, window=8, sinks=2, lora=RANK)
+    assert isinstance(whole.tower["self_attn"]["q_proj"], torch.nn.Linear)
+    names = {name.split(".lora_")[0] for name in model.updates}
     assert names == {f"model.layers.{i}.self_attn.{part}_proj" for i in range(3) for part in "qkvo"}
-    shapes = {tuple(w.shape) for name, w in lora_weights(model.backbone).items() if "q_proj" in name}
+    shapes = {tuple(w.shape) for name, w in model.updates.items() if "q_proj" in name}
     assert shapes == {(RANK, 32), (32, RANK)}
 
 
@@ -72,8 +75,8 @@ def test_updates_are_the_same_ones_every_time_and_random_numbers_go_on() -> None
     first.add_lora(RANK)
     after = torch.rand(1)
     second.add_lora(RANK)
-    for name, weight in lora_weights(first.backbone).items():
-        assert torch.equal(weight, lora_weights(second.backbone)[name]), name
+    for name, weight in first.updates.items():
+        assert torch.equal(weight, second.updates[name]), name
     torch.manual_seed(5)
     assert torch.equal(torch.rand(1), after)
 
@@ -124,11 +127,11 @@ def test_updates_and_memory_learn_and_the_model_does_not() -> None:
 
 def test_updates_of_a_model_in_half_precision_are_in_float32() -> None:
     model = shaken(adapt(backbone().to(torch.bfloat16), window=WINDOW, lora=RANK)).eval()
-    assert {weight.dtype for weight in lora_weights(model.backbone).values()} == {torch.float32}
+    assert {weight.dtype for weight in model.updates.values()} == {torch.float32}
     output = model(some_text(80)[None], labels=some_text(80)[None])
     output.loss.backward()
     assert output.logits.isfinite().all()
-    assert all(w.grad is not None and w.grad.any() for w in lora_weights(model.backbone).values())
+    assert all(w.grad is not None and w.grad.any() for w in model.updates.values())
 
 
 def test_a_model_with_layers_of_peft_is_refused() -> None:
@@ -144,10 +147,47 @@ def test_a_model_with_layers_of_peft_is_refused() -> None:
 
 def test_the_fingerprint_is_that_of_the_frozen_weights() -> None:
     plain, model = fingerprint(backbone()), shaken(adapt(backbone(), window=WINDOW, lora=RANK))
-    assert fingerprint(model.backbone) == plain
+    assert fingerprint(model.backbone, model.updates) == plain
     with torch.no_grad():
         model.decoder.layers[1].self_attn.q_proj.base_layer.weight[0, 0] += 1
-    assert fingerprint(model.backbone) != plain
+    assert fingerprint(model.backbone, model.updates) != plain
+
+
+def test_an_adapter_of_peft_that_somebody_else_called_titans_is_a_part_of_the_model(tmp_path: Path) -> None:
+    def foreign(value: float) -> Any:
+        model = peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=["q_proj"]), backbone(), "titans")
+        with torch.no_grad():
+            model.model.layers[0].self_attn.q_proj.lora_B["titans"].weight.fill_(value)
+        return model
+
+    model = adapt(foreign(1.0), window=WINDOW)
+    assert not model.updates and not any(weight.requires_grad for weight in model.backbone.parameters())
+    model.source = "somewhere"
+    save_adapter(model, tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [SETTINGS, WEIGHTS]
+    assert load_adapter(tmp_path, foreign(1.0))[0].lora is None
+    with pytest.raises(ValueError, match="belongs to other weights than those of this model"):
+        load_adapter(tmp_path, foreign(2.0))
+
+
+def test_a_folder_says_by_its_version_whether_it_has_updates_and_keeps_none_of_before(tmp_path: Path) -> None:
+    for rank, version, files in ((RANK, 3, [SETTINGS, WEIGHTS, LORA]), (None, 2, [SETTINGS, WEIGHTS])):
+        model = small_reader(lora=rank)
+        model.source = "somewhere"
+        save_adapter(model, tmp_path)
+        assert json.loads((tmp_path / SETTINGS).read_text())["version"] == version
+        assert sorted(file.name for file in tmp_path.iterdir()) == files
+        assert load_adapter(tmp_path, backbone())[0].lora == rank
+
+
+def test_updates_with_large_gradients_do_not_shorten_those_of_the_memory() -> None:
+    memory, update = (torch.nn.Parameter(torch.zeros(4)) for _ in range(2))
+    memory.grad, update.grad = torch.full((4,), 0.25), torch.full((4,), 50.0)
+    assert clip_gradients([[memory], [update]])
+    torch.testing.assert_close(memory.grad, torch.full((4,), 0.25), rtol=0, atol=0)
+    torch.testing.assert_close(update.grad, torch.full((4,), 0.5))
+    update.grad = torch.full((4,), torch.inf)
+    assert not clip_gradients([[memory], [update]])
 
 
 def test_an_adapter_with_updates_says_the_same_in_another_process(tmp_path: Path, saved: Path) -> None:
@@ -205,7 +245,7 @@ def test_at_first_a_step_on_the_model_is_a_step_on_recorded_states(monkeypatch: 
         assert (one.grad is None) == (other.grad is None), name
         if one.grad is not None and other.grad is not None:
             torch.testing.assert_close(other.grad, one.grad, rtol=1e-3, atol=1e-3 * float(one.grad.abs().max()))
-    assert all(w.grad.any() for name, w in lora_weights(model.backbone).items() if "lora_B" in name)
+    assert all(w.grad.any() for name, w in model.updates.items() if "lora_B" in name)
 
 
 def test_a_fit_trains_both_leaves_the_model_and_goes_on_where_it_was_stopped(
@@ -227,10 +267,10 @@ def test_a_fit_trains_both_leaves_the_model_and_goes_on_where_it_was_stopped(
     fit(model, plans, tmp_path / STATES, settings, say=lines.append)
     recalls = [float(line.split("recall ")[1].split()[0]) for line in lines]
     assert len(recalls) == 2 and recalls[1] < recalls[0]
-    assert fingerprint(model.backbone) == fingerprint(backbone())
+    assert fingerprint(model.backbone, model.updates) == fingerprint(backbone())
     begun = prepared()[0]
-    for name, weight in lora_weights(model.backbone).items():
-        assert not torch.equal(weight, lora_weights(begun.backbone)[name]), name
+    for name, weight in model.updates.items():
+        assert not torch.equal(weight, begun.updates[name]), name
 
     class Stop(Exception):
         pass
@@ -249,8 +289,9 @@ def test_a_fit_trains_both_leaves_the_model_and_goes_on_where_it_was_stopped(
     assert steps[0] == 3
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(resumed.state_dict()[name], weight, rtol=0, atol=0, msg=name)
-    with pytest.raises(ValueError, match="has states of another model, window or text"):
-        prepared(None)
+    for rank in (None, RANK + 1):
+        with pytest.raises(ValueError, match="has states of a model with other low-rank updates; expected a"):
+            prepared(rank)
     with pytest.raises(ValueError, match="is of a training with other settings"):
         fit(shaken(prepared()[0]), plans, tmp_path / STATES, settings, tmp_path / CHECKPOINT)
 
@@ -279,8 +320,12 @@ def test_the_commands_with_lora(tmp_path: Path, saved: Path) -> None:
         assert "'--lora'" in said and message in said
     said = titans("fit", first, "--out", str(tmp_path / "x"), "--lora", "2", "--lora-rate", "0", code=2)
     assert "lora_rate is 0.0; expected a positive number" in said
+    said = titans("fit", first, "--out", str(tmp_path / "x"), "--lora-rate", "0.001", code=2)
+    assert f"lora_rate is 0.001; expected --lora besides, as {first} has no low-rank updates" in said
 
 
 def test_importing_the_package_does_not_import_peft() -> None:
     program = "import sys, titans, titans.cli; sys.exit('peft' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+    program = "import sys; sys.modules['peft'] = None; import titans.adapters; titans.adapt"
     subprocess.run([sys.executable, "-c", program], check=True)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from tests.ops.cases import assert_identical, assert_same, draw, relative_error, values
 from titans import MemoryState, NeuralMemory
+from titans.layers.memory import priced
 
 DIM, TIME = 8, 21
 MODES: dict[str, dict[str, Any]] = {
@@ -361,10 +362,11 @@ def test_a_saved_and_loaded_state_goes_on_identically(mode: str, tmp_path: Path)
 def test_a_price_on_writing_and_forgetting_is_a_part_of_what_is_minimised(gates: str) -> None:
     layer, x = memory(gates=gates), tokens()
 
-    def gradients(priced: bool) -> list[Tensor]:
-        layer.prices = dict.fromkeys(("theta", "alpha"), torch.tensor(0.3, dtype=torch.float64)) if priced else {}
-        loss = layer(x)[0].square().sum()
-        if not priced:
+    def gradients(has_price: bool) -> list[Tensor]:
+        prices = dict.fromkeys(("theta", "alpha"), torch.tensor(0.3, dtype=torch.float64)) if has_price else {}
+        with priced([layer], prices):
+            loss = layer(x)[0].square().sum()
+        if not has_price:
             assert layer.gate_names[:2] == ("theta", "alpha")
             bias = layer.gate_bias
             raw = layer.to_gates(x)[..., : 2 * layer.heads] if bias is None else bias[:2].expand(2, TIME, -1, -1)
@@ -373,6 +375,17 @@ def test_a_price_on_writing_and_forgetting_is_a_part_of_what_is_minimised(gates:
 
     for mine, wanted in zip(gradients(True), gradients(False), strict=True):
         torch.testing.assert_close(mine, wanted, rtol=1e-10, atol=1e-12)
+
+
+def test_prices_end_with_their_context_and_are_of_writing_or_forgetting() -> None:
+    layers, price = [memory(), memory()], torch.tensor(0.3)
+    with pytest.raises(KeyboardInterrupt), priced(layers, {"alpha": price}):
+        assert all(layer.prices == {"alpha": price} for layer in layers)
+        raise KeyboardInterrupt
+    assert not any(layer.prices for layer in layers)
+    unknown = priced(layers, {"eta": price})
+    with pytest.raises(ValueError, match=r"^prices has eta; expected some of theta, alpha$"), unknown:
+        pass
 
 
 def test_a_detached_state_ends_the_gradient() -> None:

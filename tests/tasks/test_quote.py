@@ -176,21 +176,51 @@ def test_a_name_that_comes_again_in_any_form_is_not_asked_for(tmp_path: Path) ->
     assert {BYTES.decode(each.answers[0].wanted) for each in drawn} == {" Anna", " Bruno"}
 
 
-@pytest.mark.parametrize(
-    ("text", "length", "message"),
-    [
-        (book(300), 100, r"^length is 100; expected at least \d{3}$"),
-        (book(30), 9000, r"^haystack has 2,\d{3} tokens for test; expected at least 9,000$"),
-        (book(300, names=False), 900, r"^haystack has no name .* in 900 tokens of test, at depth 0.50; expected the"),
-    ],
-    ids=["short", "small", "no names"],
-)
-def test_a_text_without_such_a_sentence_is_refused(tmp_path: Path, text: str, length: int, message: str) -> None:
-    (tmp_path / "a.txt").write_text(text)
+def test_a_name_that_the_book_has_as_a_common_word_is_not_asked_for(tmp_path: Path) -> None:
+    filler = "It was a long way and nobody knew why. " * 30
+    (tmp_path / "a.txt").write_text(
+        f"In the old house by the river lived Death. In the new house by the river lived Conrad. {filler}"
+        f"{filler}And there was no death."
+    )
     task = make_task("book-quote", {"haystack": str(tmp_path), "divide": False})
+    drawn = [example(task, "test", 0, number, {"length": 500, "depth": 0.0}, BYTES) for number in range(9)]
+    assert {BYTES.decode(each.answers[0].wanted) for each in drawn} == {" Conrad"}
+
+
+@pytest.mark.parametrize(
+    ("text", "divide", "length", "message"),
+    [
+        (book(300), False, 100, r"^length is 100; expected at least \d{3}$"),
+        (book(30), False, 9000, r"^haystack has 2,\d{3} tokens for test; expected at least 9,000$"),
+        (book(3), True, 900, r"^haystack has 0 tokens for test; expected at least 900$"),
+        (
+            book(300, names=False),
+            False,
+            900,
+            r"^haystack has no name .* in 900 tokens of test, at depth 0.50; expected the",
+        ),
+    ],
+    ids=["short", "small", "no sentences", "no names"],
+)
+def test_a_text_without_such_a_sentence_is_refused(
+    tmp_path: Path, text: str, divide: bool, length: int, message: str
+) -> None:
+    (tmp_path / "a.txt").write_text(text)
+    task = make_task("book-quote", {"haystack": str(tmp_path), "divide": divide})
     with pytest.raises(ValueError, match=message) as error:
         example(task, "test", 0, 0, {"length": length, "depth": 0.5}, BYTES)
     assert isinstance(error.value, WrongLengthError) == (length == 100)
+
+
+def test_training_takes_another_depth_where_a_text_has_no_name_at_the_first(tmp_path: Path) -> None:
+    before, after = book(40, names=False), book(60, names=False)
+    (tmp_path / "a.txt").write_text(f"{before} Near the old mill and the river lived Conrad, who was old. {after}")
+    task = make_task("book-quote", {"haystack": str(tmp_path), "divide": False})
+    with pytest.raises(ValueError, match=r"^haystack has no name .* at depth 0.90; expected the text of books"):
+        example(task, "train", 0, 0, {"length": 6000, "depth": 0.9}, BYTES)
+    drawn = [example(task, "train", 0, number, 6000, BYTES) for number in range(8)]
+    assert {BYTES.decode(each.answers[0].wanted) for each in drawn} == {" Conrad"}
+    assert drawn == [example(task, "train", 0, number, 6000, BYTES) for number in range(8)]
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from titans.adapters.calibrate import read_texts
-from titans.adapters.lora import load_lora, lora_weights
+from titans.adapters.lora import load_lora
 from titans.adapters.memory import TapMemory
 from titans.adapters.model import HEAD, AdaptedModel
 from titans.adapters.saving import fingerprint
 from titans.adapters.states import Reading, head, record, window_of
 from titans.files import replacing, write_json
+from titans.layers.memory import priced
 from titans.report.progress import Progress, silent
 from titans.tasks import Task
 from titans.tasks.background import PARTS, writer_for
@@ -137,17 +138,21 @@ def record_texts(
     ]
     made_with = {
         "tasks": {task.name: asdict(task) for task in tasks},  # type: ignore[call-overload]
-        "backbone": fingerprint(model.backbone), "texts": texts,
+        "backbone": fingerprint(model.backbone, model.updates), "texts": texts,
         "window": model.window, "sinks": model.sinks, "taps": model.taps, "seed": settings.seed,
     }  # fmt: skip
     layers = sorted({tap for taps in model.taps for tap in taps if tap})
     if model.lora is not None:
-        made_with["lora"] = _digest(lora_weights(model.backbone))
+        made_with["lora"] = _digest(model.updates)
         layers = []
     note = folder / "settings.json"
     folder.mkdir(parents=True, exist_ok=True)
-    if note.is_file() and json.loads(note.read_text(encoding="utf-8")) != _plain(made_with):
-        raise ValueError(f"{folder} has states of another model, window or text; expected a new folder, or the same")
+    if note.is_file():
+        before, now = json.loads(note.read_text(encoding="utf-8")), _plain(made_with)
+        differing = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+        if differing:
+            which = "a model with other low-rank updates" if differing == ["lora"] else "another model, window or text"
+            raise ValueError(f"{folder} has states of {which}; expected a new folder, or the same")
     write_json(note, made_with)
     for done, plan in enumerate(plans):
         progress(done, len(plans), "texts")
@@ -180,13 +185,13 @@ def fit(
         raise ValueError(f"inject is {model.inject}; expected {HEAD}: only what is said there can be learned")
     memories = [memory for memory in model.memories if isinstance(memory, TapMemory)]
     groups = _groups(model, memories, settings)
-    learned = [weight for group in groups for weight in group["params"]]
+    of_memories = [weight for group in groups[:2] for weight in group["params"]]
     optimiser = torch.optim.AdamW(groups, lr=settings.rate, betas=(0.9, 0.95), weight_decay=0.0)
     made_with = _plain(asdict(settings)) | {"start": _digest(model.memories.state_dict())}
     if model.lora is None:
         del made_with["lora_rate"]
     else:
-        made_with["lora"] = _digest(lora_weights(model.backbone))
+        made_with["lora"] = _digest(model.updates)
     first = 0 if checkpoint is None else _resume(checkpoint, model, optimiser, made_with)
     every = SAVE_EVERY if model.lora is None else SAVE_EVERY_WITH_LORA
     recent: list[tuple[float, float]] = []
@@ -194,15 +199,17 @@ def fit(
         progress(step, settings.steps, "steps")
         for group in optimiser.param_groups:
             group["lr"] = group["peak"] * _schedule(step, settings.steps)
+        prices = {}
         if settings.write_cost:
             price = settings.write_cost * min(1.0, step / (0.5 * settings.steps)) / max(settings.lengths)
-            for memory in memories:
-                memory.prices = {"theta": torch.tensor(price, device=model.device)}
+            prices["theta"] = torch.tensor(price, device=model.device)
         rng = random.Random(f"{settings.seed} {step}")
         torch.manual_seed(rng.getrandbits(48))
         batch = choose(plans, settings, step, rng)
-        recent.append(add_gradients(model, [Reading.load(states / plan.name) for plan in batch], settings, rng))
-        if torch.nn.utils.clip_grad_norm_(learned, 1.0).isfinite():
+        readings = [Reading.load(states / plan.name) for plan in batch]
+        with priced(memories, prices):
+            recent.append(add_gradients(model, readings, settings, rng))
+        if clip_gradients([of_memories, [*model.updates.values()]]):
             optimiser.step()
         optimiser.zero_grad()
         if len(recent) == every or step + 1 == settings.steps:
@@ -211,21 +218,25 @@ def fit(
             recent = []
             if checkpoint is not None:
                 _save(checkpoint, model, optimiser, made_with, step + 1)
-    for memory in memories:
-        memory.prices = {}
     progress(settings.steps, settings.steps, "steps")
 
 
 def _groups(model: AdaptedModel, memories: Sequence[TapMemory], settings: FitSettings) -> list[dict[str, Any]]:
-    """What is learned, with the highest learning rate of each."""
+    """What is learned, with the highest learning rate of each: two groups of the memories, and low-rank updates."""
     named = [(name.split(".")[0], p) for memory in memories for name, p in memory.named_parameters()]
     groups: list[dict[str, Any]] = [
         {"params": [p for part, p in named if part in LEARNED and part not in GATES], "peak": settings.rate},
         {"params": [p for part, p in named if part in GATES], "peak": settings.gate_rate},
     ]
     if model.lora is not None:
-        groups.append({"params": [*lora_weights(model.backbone).values()], "peak": settings.lora_rate})
+        groups.append({"params": [*model.updates.values()], "peak": settings.lora_rate})
     return groups
+
+
+def clip_gradients(parts: Sequence[Sequence[Tensor]]) -> bool:
+    """Shortens the gradients of each part to a norm of 1 at most, whatever the others have; are all of them finite?"""
+    norms = [torch.nn.utils.clip_grad_norm_(part, 1.0) for part in parts]
+    return all(bool(norm.isfinite()) for norm in norms)
 
 
 def _resume(checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimizer, made_with: dict[str, Any]) -> int:
@@ -239,7 +250,8 @@ def _resume(checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimi
     if kept["settings"] != made_with:
         raise ValueError(f"{checkpoint} is of a training with other settings; expected the same, or a new folder")
     model.memories.load_state_dict(kept["memories"])
-    load_lora(model.backbone, kept.get("lora", {}))
+    if model.lora is not None:
+        load_lora(model.backbone, kept["lora"])
     optimiser.load_state_dict(kept["optimiser"])
     return int(kept["step"])
 
@@ -248,7 +260,8 @@ def _save(
     checkpoint: Path, model: AdaptedModel, optimiser: torch.optim.Optimizer, made_with: dict[str, Any], step: int
 ) -> None:
     kept = {"settings": made_with, "step": step, "memories": model.memories.state_dict()}
-    kept |= {"lora": {name: x.detach() for name, x in lora_weights(model.backbone).items()}}
+    if model.lora is not None:
+        kept["lora"] = {name: x.detach() for name, x in model.updates.items()}
     with replacing(checkpoint) as temporary:
         torch.save(kept | {"optimiser": optimiser.state_dict()}, temporary)
 
@@ -269,7 +282,7 @@ def choose(plans: Sequence[Plan], settings: FitSettings, step: int, rng: random.
 
 
 @dataclass(frozen=True)
-class _Counted:
+class _Targets:
     """A text, and the places whose predictions count: those of each answer, and some others, as language."""
 
     reading: Reading
@@ -290,12 +303,12 @@ def add_gradients(
     Returns the loss of the answers, and how much worse than when they were recorded other tokens are predicted. A model
     that is run has the gradients of one text at a time.
     """
-    texts = [_count(reading, settings, rng, model.device) for reading in readings]
+    texts = [_choose_places(reading, settings, rng, model.device) for reading in readings]
     asking = sum(bool(text.answers) for text in texts) / len(texts)
     answers, plain = sum(len(text.answers) for text in texts), sum(len(text.language) > 0 for text in texts)
     total = torch.zeros(2)
     for part in [texts] if model.lora is None else [[text] for text in texts]:
-        predict = _predict if model.lora is None else _run
+        predict = _predict_recorded if model.lora is None else _predict_live
         losses = [_losses(model, text, logits) for text, logits in zip(part, predict(model, part), strict=True)]
         recall, language = torch.stack(losses).sum(0)
         recall, language = recall * asking / max(1, answers), language / max(1, plain)
@@ -304,7 +317,7 @@ def add_gradients(
     return float(total[0]), float(total[1])
 
 
-def _count(reading: Reading, settings: FitSettings, rng: random.Random, device: torch.device) -> _Counted:
+def _choose_places(reading: Reading, settings: FitSettings, rng: random.Random, device: torch.device) -> _Targets:
     """Which predictions of a text count: as language, some beyond the window and before the first question."""
     begin, end = min(reading.window, len(reading.ids) // 2), len(reading.ids) - 1
     if reading.answers:
@@ -314,10 +327,10 @@ def _count(reading: Reading, settings: FitSettings, rng: random.Random, device: 
         for answer in reading.answers
     ]
     some = sorted(rng.choices(range(begin, end), k=settings.places)) if end > begin else []
-    return _Counted(reading, answers, torch.tensor(some, dtype=torch.long, device=device))
+    return _Targets(reading, answers, torch.tensor(some, dtype=torch.long, device=device))
 
 
-def _predict(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
+def _predict_recorded(model: AdaptedModel, texts: Sequence[_Targets]) -> list[Tensor]:
     """The logits (places, vocabulary) of each text, from the recorded states of a frozen model."""
     said = [read_texts(model, index, [text.reading for text in texts]) for index in range(len(model.memories))]
     found = []
@@ -330,7 +343,7 @@ def _predict(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
     return found
 
 
-def _run(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
+def _predict_live(model: AdaptedModel, texts: Sequence[_Targets]) -> list[Tensor]:
     """The logits (places, vocabulary) of each text, from the model itself."""
     found = []
     for text in texts:
@@ -339,7 +352,7 @@ def _run(model: AdaptedModel, texts: Sequence[_Counted]) -> list[Tensor]:
     return found
 
 
-def _losses(model: AdaptedModel, text: _Counted, logits: Tensor) -> Tensor:
+def _losses(model: AdaptedModel, text: _Targets, logits: Tensor) -> Tensor:
     """(2,): the losses of the answers of a text, added, and how much worse its language is predicted than recorded."""
     wanted = text.reading.ids.to(model.device)
     recall = language = logits.new_zeros(())

@@ -23,25 +23,25 @@ def check_lora(model: nn.Module, rank: int) -> None:
         raise ValueError("lora needs the package peft: pip install 'titan-memory[adapt]'") from error
 
 
-def add_lora(model: nn.Module, rank: int) -> None:
+def add_lora(decoder: nn.Module, rank: int) -> None:
     """Adds an update, zero at first, to the projections of queries, keys, values and outputs of every layer.
 
-    The updates can be trained, and are the same ones every time; all else of the model is frozen.
+    The updates can be trained, and are the same ones every time; all else of the decoder is frozen.
     """
-    check_lora(model, rank)
+    check_lora(decoder, rank)
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=PROJECTIONS)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        inject_adapter_in_model(config, model, ADAPTER)
-    for weight in lora_weights(model).values():
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):  # where peft draws, before it moves what it drew
+        torch.default_generator.manual_seed(0)
+        inject_adapter_in_model(config, decoder, ADAPTER)
+    for weight in lora_weights(decoder).values():
         if weight.dtype in (torch.float16, torch.bfloat16):  # too coarse for small steps
             weight.data = weight.data.float()
 
 
 def lora_weights(model: nn.Module) -> dict[str, nn.Parameter]:
-    """What :func:`add_lora` added to a model, by name; nothing if it was not called."""
+    """What :func:`add_lora` added to a model, by name, if it was called."""
     return {name: weight for name, weight in model.named_parameters() if f".{ADAPTER}." in name}
 
 

@@ -1,4 +1,4 @@
-"""A causal model of transformers, frozen, with a window of attention and memories of what left it."""
+"""A causal model of transformers with a window of attention and memories of what left it; its weights are frozen."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from titans.adapters.lora import add_lora, check_lora
+from titans.adapters.lora import add_lora, check_lora, lora_weights
 from titans.adapters.memory import TapMemory
 from titans.adapters.window import NAME, View, WindowCache, decoder_of, make_view
 from titans.ops import MemoryState
@@ -95,13 +95,15 @@ class AdaptedCache(WindowCache):
 
 
 class AdaptedModel(PreTrainedModel, GenerationMixin):
-    """A frozen causal model with a window of attention, and memories. Made by :func:`adapt`.
+    """A causal model with a window of attention, and memories. Made by :func:`adapt`.
+
+    The weights of the model are frozen; memories, and low-rank updates if there are any, can be trained.
 
     Attributes:
         backbone: the model, which this one owns now: its attention is the window's.
         source: where it comes from, see :func:`titans.adapters.load_backbone`.
-        notes: how the memories came to be what they are.
-        memories: what was added, and can be trained.
+        notes: how the memories and the updates came to be what they are.
+        memories: one for each of ``taps``.
         window, sinks, taps, inject, lora: see :func:`adapt`.
     """
 
@@ -139,7 +141,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         self.settings = dict(DEFAULTS) | dict(settings)
         self.memories = nn.ModuleList(map(self._new_memory, taps, inject))
         self.source: str = backbone.config._name_or_path  # where the backbone comes from
-        self.notes: dict[str, Any] = {}  # how the memories came to be what they are
+        self.notes: dict[str, Any] = {}
         self.generation_config = backbone.generation_config
         self._decoder = [decoder]  # not a module of its own
         self._hooks: list[Any] = []
@@ -162,8 +164,14 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
 
     def add_lora(self, rank: int) -> None:
         """Low-rank updates of the attention of the backbone, which change nothing at first; see :func:`adapt`."""
-        add_lora(self.backbone, rank)
+        check_lora(self.backbone, rank)
+        add_lora(self.decoder, rank)
         self.lora = rank
+
+    @property
+    def updates(self) -> dict[str, nn.Parameter]:
+        """The low-rank updates, by their names in the backbone; empty without ``lora``."""
+        return {} if self.lora is None else lora_weights(self.backbone)
 
     def register_hooks(self) -> None:
         """Listens to the layers of ``taps`` and speaks at those of ``inject``, which may have changed."""
@@ -189,7 +197,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         return self._decoder[0]
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Writes the memories, with the model by name, see :func:`titans.adapters.save_adapter`."""
+        """Writes memories and low-rank updates, with the model by name, see :func:`titans.adapters.save_adapter`."""
         from titans.adapters.saving import save_adapter  # which knows this class
 
         save_adapter(self, Path(save_directory))
@@ -219,7 +227,7 @@ class AdaptedModel(PreTrainedModel, GenerationMixin):
         return self.backbone.get_output_embeddings()
 
     def train(self, mode: bool = True) -> AdaptedModel:
-        """Sets the memories; the backbone is frozen, and stays in evaluation."""
+        """Sets the memories; the backbone stays in evaluation, also where its low-rank updates are trained."""
         super().train(mode)
         self.backbone.eval()
         return self
@@ -400,8 +408,8 @@ def adapt(
 ) -> AdaptedModel:
     """Gives a causal model of transformers a window of attention, and a memory of what left it.
 
-    The model is taken over: it is frozen, and its attention becomes the window's. The memory starts silent; ``titans
-    adapt calibrate`` and ``titans adapt fit`` teach it.
+    The model is taken over: its weights are frozen, and its attention becomes the window's. The memory starts silent;
+    ``titans adapt calibrate`` and ``titans adapt fit`` teach it.
 
     Args:
         model: of a family with standard attention: Llama, Mistral, Qwen, SmolLM.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections.abc import Collection
 from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from titans.adapters.lora import WRAPPED, load_lora, lora_weights
+from titans.adapters.lora import WRAPPED, load_lora
 from titans.adapters.model import AdaptedModel, adapt
 from titans.files import NOT_PACKAGED, packaged_model, replacing, write_json
 from titans.models.loading import choose_device, load_model, quiet
@@ -22,19 +23,20 @@ from titans.words import sentence
 
 SETTINGS, WEIGHTS, LORA = "adapter.json", "adapter.safetensors", "lora.safetensors"
 FORMAT = "titans.adapter"
-VERSION = 2
+VERSION, VERSION_WITH_LORA = 2, 3
 FIELDS = ("backbone", "fingerprint", "window", "sinks", "taps", "inject", "memory", "notes")
 LOCAL = "local"  # the chat model that comes as a package
 SAMPLED = 64  # numbers of each tensor that the fingerprint looks at
 
 
-def fingerprint(model: PreTrainedModel) -> str:
+def fingerprint(model: PreTrainedModel, updates: Collection[str] = ()) -> str:
     """What tells the weights of a model from those of any other: a digest of some numbers of each tensor.
 
-    Low-rank updates of ours are not looked at.
+    Args:
+        updates: names of the low-rank updates that it was given here, which are not looked at.
     """
     found = hashlib.blake2b(digest_size=16)
-    weights, updates = model.state_dict(), lora_weights(model)
+    weights = model.state_dict()
     if updates:
         weights = {name.replace(WRAPPED, "."): x for name, x in weights.items() if name not in updates}
     for name, weight in sorted(weights.items()):
@@ -96,7 +98,7 @@ def save_adapter(model: AdaptedModel, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     weights = {WEIGHTS: model.memories.state_dict()}
     if model.lora is not None:
-        weights[LORA] = lora_weights(model.backbone)
+        weights[LORA] = model.updates
     for file, named in weights.items():
         with replacing(folder / file) as temporary:
             tensors = {name: x.detach().cpu().contiguous() for name, x in named.items()}
@@ -104,11 +106,14 @@ def save_adapter(model: AdaptedModel, folder: str | Path) -> None:
     write_json(
         folder / SETTINGS,
         {
-            "format": FORMAT, "version": VERSION, "backbone": source, "fingerprint": fingerprint(model.backbone),
-            "window": model.window, "sinks": model.sinks, "taps": model.taps, "inject": model.inject,
-            "lora": model.lora, "memory": model.settings, "notes": model.notes,
+            "format": FORMAT, "version": VERSION if model.lora is None else VERSION_WITH_LORA, "backbone": source,
+            "fingerprint": fingerprint(model.backbone, model.updates), "window": model.window,
+            "sinks": model.sinks, "taps": model.taps, "inject": model.inject, "lora": model.lora,
+            "memory": model.settings, "notes": model.notes,
         },
     )  # fmt: skip
+    if model.lora is None:
+        (folder / LORA).unlink(missing_ok=True)
 
 
 def read_settings(folder: str | Path) -> dict[str, Any]:
@@ -122,8 +127,11 @@ def read_settings(folder: str | Path) -> dict[str, Any]:
         raise ValueError(f"{path} cannot be read as JSON: {sentence(error)}") from error
     if not isinstance(settings, dict) or settings.get("format") != FORMAT:
         raise ValueError(f"{path} is not of an adapter; expected a folder written by titans adapt")
-    if settings.get("version") != VERSION:
-        raise ValueError(f"{path} has version {settings.get('version')}; expected {VERSION}")
+    if settings.get("version") not in (VERSION, VERSION_WITH_LORA):
+        raise ValueError(
+            f"{path} has version {settings.get('version')}; expected {VERSION}, or {VERSION_WITH_LORA} with "
+            "low-rank updates"
+        )
     missing = [name for name in FIELDS if name not in settings]
     if missing:
         raise ValueError(f"{path} is damaged: it lacks {missing[0]}")

@@ -135,7 +135,9 @@ def fit(
             "update. Default: those of the adapter, if it has any.",
         ),
     ] = None,
-    lora_rate: Annotated[float, typer.Option(help="The highest learning rate of the low-rank updates.")] = 5e-4,
+    lora_rate: Annotated[
+        float | None, typer.Option(help="The highest learning rate of the low-rank updates. Default: 0.0005.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the texts and of their order.")] = 0,
     device: Device = "auto",
 ) -> None:
@@ -155,10 +157,13 @@ def fit(
     with one_sentence((ValueError, TypeError)):
         chosen = FitSettings(
             steps=steps, texts=samples, lengths=numbers(lengths, "--lengths"), batch=batch, rate=rate,
-            gate_rate=gate_rate, lora_rate=lora_rate, write_cost=write_cost, narrow=narrow, seed=seed,
+            gate_rate=gate_rate, write_cost=write_cost, narrow=narrow, seed=seed,
+            lora_rate=FitSettings.lora_rate if lora_rate is None else lora_rate,
         )  # fmt: skip
         asked = _tasks(tasks, setting, texts)
-        read_settings(adapter)
+        kept = read_settings(adapter)
+        if lora_rate is not None and lora is None and kept.get("lora") is None:
+            raise ValueError(f"lora_rate is {lora_rate}; expected --lora besides, as {adapter} has no low-rank updates")
         with locked(out, "titans adapt fit"):
             if (out / SETTINGS).is_file():
                 raise ValueError(f"{out} has an adapter already; expected a new folder")

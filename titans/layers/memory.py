@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -42,6 +43,7 @@ from titans.ops.state import CachedSegments
 MODES = ("chunked", "exact", "recurrent")
 GATE_SOURCES = ("token", "constant")
 HOMES = ("start", "zero")
+PRICED = ("theta", "alpha")
 CONV_STARTS = ("token", "mean")
 BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
@@ -255,7 +257,7 @@ class NeuralMemory(nn.Module):
         self.first_order, self.checkpoint_every, self.check_values = first_order, checkpoint_every, check_values
         self.engine = "definition" if mode == "recurrent" else engine
         self.observer: Callable[[Tokens, MemoryState, Surprise], None] | None = None
-        self.prices: dict[str, Tensor] = {}  # what theta or alpha at 1 costs, in units of the outer loss; scalars
+        self.prices: Mapping[str, Tensor] = {}  # see priced
 
         inner = heads * head_dim
         self.to_qkv = nn.Linear(dim, 3 * inner, bias=False)
@@ -680,6 +682,25 @@ class NeuralMemory(nn.Module):
             "chunk": self.chunk_size,
         }
         return ", ".join(f"{name}={value}" for name, value in settings.items()) + f", engine={self.explain()}"
+
+
+@contextmanager
+def priced(memories: Sequence[NeuralMemory], prices: Mapping[str, Tensor]) -> Iterator[None]:
+    """While open, writing and forgetting cost something in the gradients of these memories.
+
+    Args:
+        prices: what theta or alpha at 1 costs, in units of the outer loss; scalars.
+    """
+    unknown = [name for name in prices if name not in PRICED]
+    if unknown:
+        raise ValueError(f"prices has {unknown[0]}; expected some of {', '.join(PRICED)}")
+    try:
+        for memory in memories:
+            memory.prices = prices
+        yield
+    finally:
+        for memory in memories:
+            memory.prices = {}
 
 
 class _Closing(torch.autograd.Function):

@@ -7,6 +7,7 @@ import re
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -15,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titans.models.text import opening, read_text
+from titans.tasks.base import LongTextTask
 
 LEAD = "."  # put before a piece while it is encoded, as most sentences end with it
 KEPT = 1 << 13  # how many pieces keep their tokens
@@ -25,6 +27,7 @@ _END = re.compile(
     r"([.!?](?<!\bMr\.)(?<!\bMrs\.)(?<!\bMs\.)(?<!\bDr\.)(?<!\bSt\.)(?<!\b[A-Z]\.)"  # not after titles and initials
     r"[\"')\]”’]?) "
 )
+_WORD = re.compile(r"\w+")
 _CODE = re.compile(r"[\d-]")
 
 OWN = """
@@ -86,6 +89,11 @@ class Sentences:
         ends = np.append(self.starts, len(self.tokens))
         tokens, starts = self.tokens[ends[first] : ends[last]], self.starts[first:last] - ends[first]
         return Sentences(tokens, starts, self.codes, self.texts[first:last])
+
+    @cached_property
+    def small_words(self) -> frozenset[str]:
+        """The words that its sentences have in small letters."""
+        return frozenset(word for text in self.texts for word in _WORD.findall(text) if word.islower())
 
     def size_of(self, number: int) -> int:
         """The tokens of a sentence."""
@@ -181,6 +189,30 @@ class Writer:
             else:  # this tokenizer has a token for the lead and what follows it
                 pieces[index] = self._encode([texts[index]])[0]
         return pieces
+
+
+@dataclass(frozen=True)
+class HaystackTask(LongTextTask):
+    """What tasks share whose long text is read from files.
+
+    Attributes:
+        haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
+            for train, one for validation and the last for test; None: a text of our own, for all.
+        divide: give each split a part of its own; if not, every split has all of it, for models that were not trained
+            on the task.
+    """
+
+    haystack: str | None = None
+    divide: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.haystack is not None:
+            text_files(self.haystack)
+
+    def read_split(self, writer: Writer, split: str) -> Sentences:
+        """The text of a split."""
+        return writer.read(self.haystack, PARTS[split] if self.divide and self.haystack is not None else WHOLE)
 
 
 _WRITERS: WeakKeyDictionary[Any, Writer] = WeakKeyDictionary()

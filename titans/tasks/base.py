@@ -118,7 +118,7 @@ class Task(ABC):
 
 
 @dataclass(frozen=True)
-class AtDepth(Task):
+class LongTextTask(Task):
     """What tasks share that ask for something at some depth of a long text.
 
     Attributes:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from titans.tasks.background import PARTS, WHOLE, Sentences, Writer, draw_of_split, text_files, writer_for
-from titans.tasks.base import AtDepth, Example, Group, WrongLengthError, append_question
+from titans.tasks.background import HaystackTask, Sentences, Writer, draw_of_split, writer_for
+from titans.tasks.base import Example, Group, LongTextTask, WrongLengthError, append_question
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 INSTRUCTION = (
@@ -77,7 +77,7 @@ class _Hidden(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Needle(AtDepth):
+class Needle(LongTextTask):
     """What the three needle tasks share.
 
     The haystack fills the sequence to exactly its length, so its last sentence may be cut. Train, validation and test
@@ -205,31 +205,18 @@ class NeedleNoise(_Number):
 
 
 @dataclass(frozen=True)
-class _InEssays(Needle):
-    """A value in essays.
+class _InEssays(HaystackTask, Needle):
+    """A value in essays, which begin at a sentence drawn at random.
 
     Attributes:
-        haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
-            for train, one for validation and the last for test; None: a text of our own, repeated, for all. It begins
-            at a sentence drawn at random.
-        divide: give each split a part of its own; if not, every split has all of it, for models that were not trained
-            on the task.
-        repeat: start over where the text ends; if not, it must be long enough.
+        repeat: start over where the text ends, as our own always does; if not, it must be long enough.
     """
 
-    haystack: str | None = None
-    divide: bool = True
     repeat: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.haystack is not None:
-            text_files(self.haystack)
 
     def read_haystack(self, writer: Writer, split: str) -> tuple[Sentences, bool]:
         """The essays."""
-        part = PARTS[split] if self.divide and self.haystack is not None else WHOLE
-        return writer.read(self.haystack, part), self.repeat or self.haystack is None
+        return self.read_split(writer, split), self.repeat or self.haystack is None
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from titans.tasks.background import PARTS, WHOLE, Sentences, text_files, writer_for
-from titans.tasks.base import AtDepth, Example, Group, WrongLengthError, append_question
+from titans.tasks.background import HaystackTask, Sentences, writer_for
+from titans.tasks.base import Example, Group, WrongLengthError, append_question
 
 QUESTION = '\nQuestion: In the text above, which name follows the words "{words}"?\nAnswer:'
 FEWEST, MOST = 6, 15  # words that are quoted
@@ -36,46 +36,45 @@ class Quote(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BookQuote(AtDepth):
+class BookQuote(HaystackTask):
     """A name that a book has once.
 
     The text is as it is in the book. A sentence at the depth asked for has a name that occurs nowhere else in what is
-    read; the question quotes the words before it. The text fills the sequence to exactly its length, so its last
-    sentence may be cut.
-
-    Attributes:
-        haystack: a file, or a folder whose .txt files are read in the order of their names: the first eight tenths
-            for train, one for validation and the last for test.
-        divide: give each split a part of its own; if not, every split has all of it, for models that were not trained
-            on the task.
+    read, and which no book of the haystack has as a word in small letters; the question quotes the words before it. The
+    text fills the sequence to exactly its length, so its last sentence may be cut.
     """
 
     name: ClassVar[str] = "book-quote"
     title: ClassVar[str] = "Name after a quotation from a book"
     source: ClassVar[str] = "ours"
-    haystack: str | None = None
-    divide: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.haystack is None:
             raise ValueError("haystack is None; expected a file, or a folder with .txt files: the text of books")
-        text_files(self.haystack)
 
     @property
     def chance(self) -> float:
         """Any name may follow."""
         return 0.0
 
+    def training_group(self, rng: random.Random, length: int) -> dict[str, Any]:
+        """That length, at any depth: another one where the text has no such name at the first."""
+        return super().training_group(rng, length) | {"any_depth": True}
+
     def draw(self, rng: random.Random, group: Group, split: str, tokenizer: Any) -> Example:
         """A sequence of ``group["length"]`` tokens that asks for a name after ``group["depth"]`` of the text."""
-        length, depth = group["length"], group["depth"]
+        length, depth, any_depth = group["length"], group["depth"], group.get("any_depth", False)
         writer = writer_for(tokenizer)
-        text = writer.read(self.haystack, PARTS[split] if self.divide else WHOLE)
+        text = self.read_split(writer, split)
+        common = writer.read(self.haystack).small_words
         least = None
-        for _ in range(TRIES):
+        tries = TRIES * (1 + any_depth) if len(text.starts) else 0
+        for attempt in range(tries):
+            if attempt >= TRIES:
+                depth = rng.random()
             number = rng.randrange(len(text.starts))
-            quotes = find_quotes(text.texts[number])
+            quotes = [quote for quote in find_quotes(text.texts[number]) if quote.name.lower() not in common]
             if not quotes:
                 continue
             quote = rng.choice(quotes)
@@ -100,9 +99,10 @@ class BookQuote(AtDepth):
             raise WrongLengthError(f"length is {length}; expected at least {least}")
         if len(text.tokens) < length:
             raise ValueError(f"haystack has {len(text.tokens):,} tokens for {split}; expected at least {length:,}")
+        where = "any depth" if any_depth else f"depth {depth:.2f}"
         raise ValueError(
             f"haystack has no name after {FEWEST} words or more that stands once in {length:,} tokens of {split}, at "
-            f"depth {depth:.2f}; expected the text of books, or another length or depth"
+            f"{where}; expected the text of books, or another length or depth"
         )
 
 

@@ -28,6 +28,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import rotate_checkpoints
 
 from titans.files import sync
+from titans.layers.memory import priced
 from titans.layers.record import memories_of, record_memory, summarise
 from titans.models import TitansCache
 from titans.tasks import IGNORED
@@ -110,8 +111,7 @@ class MemoryTrainer(Trainer):
         self._clock.tokens += int(inputs["input_ids"].numel()) * self.args.world_size
         return loss
 
-    @contextlib.contextmanager
-    def _priced_gates(self) -> Iterator[None]:
+    def _priced_gates(self) -> contextlib.AbstractContextManager[None]:
         """While open, what a memory writes and forgets has its price, also where checkpointing computes it again."""
         costs = {"theta": self.config.write_cost, "alpha": self.config.forget_cost}
         memories = memories_of(self.model) if any(costs.values()) else []
@@ -120,13 +120,7 @@ class MemoryTrainer(Trainer):
         # the processes' gradients are averaged, not summed
         scale = grown / gates * self.accelerator.num_processes
         prices = {name: torch.tensor(cost * scale, device=self.args.device) for name, cost in costs.items() if cost}
-        try:
-            for memory in memories:
-                memory.prices = prices
-            yield
-        finally:
-            for memory in memories:
-                memory.prices = {}
+        return priced(memories, prices)
 
     def compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
