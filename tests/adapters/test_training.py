@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from typer.testing import CliRunner
 
 from tests.tasks.test_quote import book
@@ -251,23 +252,29 @@ def test_settings_that_make_no_sense_are_refused(fields: dict[str, Any], message
         FitSettings(**fields)
 
 
+def logits_of_another_process(folder: Path, ids: Tensor) -> Tensor:
+    """What the adapter that is saved in a folder says to ids (tokens,) where it is loaded anew; leaves files there."""
+    program = (
+        "import sys, torch; from titans.adapters import load_adapter; "
+        "model, _ = load_adapter(sys.argv[1], device='cpu'); "
+        "torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])"
+    )
+    torch.save(ids[None], folder / "ids.pt")
+    arguments = [str(folder), str(folder / "ids.pt"), str(folder / "logits.pt")]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True)
+    found: Tensor = torch.load(folder / "logits.pt")
+    return found
+
+
 def test_an_adapter_says_the_same_in_another_process(tmp_path: Path, saved: Path) -> None:
     model, ids = small(taps=[0, 2]), some_text(90)
     start(model, [record(model, some_text(150, seed=4), [2])])
     model.source = str(saved)
     save_adapter(model, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [SETTINGS, WEIGHTS]
-    program = (
-        "import sys, torch; from titans.adapters import load_adapter; "
-        "model, _ = load_adapter(sys.argv[1], device='cpu'); "
-        "torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])"
-    )
-    torch.save(ids[None], tmp_path / "ids.pt")
-    arguments = [str(tmp_path), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
-    subprocess.run([sys.executable, "-c", program, *arguments], check=True)
     with torch.no_grad():
         expected = model(ids[None]).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits_of_another_process(tmp_path, ids), expected, rtol=0, atol=1e-5)
 
 
 def test_a_model_that_was_loaded_is_saved_with_its_name(tmp_path: Path, saved: Path) -> None:

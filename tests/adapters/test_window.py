@@ -105,17 +105,22 @@ def test_a_window_alone_is_the_model_on_sinks_and_the_last_tokens(family: str) -
     torch.testing.assert_close(found, small(family, layers=1)(seen).logits[:, -1], rtol=0, atol=1e-7)
 
 
+def logits_in_pieces(model: AdaptedModel, ids: Tensor, sizes: list[int]) -> Tensor:
+    """What a model says to ids (batch, tokens) in calls of so many tokens each."""
+    cache, found = None, []
+    for piece in ids.split(sizes, dim=1):
+        output = model(piece, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        found.append(output.logits)
+    return torch.cat(found, dim=1)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", [[1] * 60, [13, 1, 30, 16], [59, 1]], ids=["one by one", "pieces", "all but one"])
 @torch.no_grad()
 def test_any_split_gives_the_same_logits(family: str, sizes: list[int]) -> None:
     model, ids = adapted(family), some_ids()
-    expected, cache, found = model(ids).logits, None, []
-    for piece in ids.split(sizes, dim=1):
-        output = model(piece, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        found.append(output.logits)
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits_in_pieces(model, ids, sizes), model(ids).logits, rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize("where", ["left", "right", "middle"])

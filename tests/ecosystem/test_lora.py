@@ -13,9 +13,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests.adapters.test_training import WINDOW, backbone, some_text
+from tests.adapters.test_training import WINDOW, backbone, logits_of_another_process, some_text
 from tests.adapters.test_training import small as small_reader
-from tests.adapters.test_window import FAMILIES, adapted, small, some_ids
+from tests.adapters.test_window import FAMILIES, adapted, logits_in_pieces, small, some_ids
 from titans.adapters import fit as fitting
 from titans.adapters.calibrate import start
 from titans.adapters.fit import CHECKPOINT, STATES, FitSettings, add_gradients, clip_gradients, fit, record_texts
@@ -85,12 +85,7 @@ def test_updates_are_the_same_ones_every_time_and_random_numbers_go_on() -> None
 @torch.no_grad()
 def test_any_split_gives_the_same_logits(sizes: list[int]) -> None:
     model, ids = shaken(adapted(lora=RANK)), some_ids()
-    expected, cache, found = model(ids).logits, None, []
-    for piece in ids.split(sizes, dim=1):
-        output = model(piece, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        found.append(output.logits)
-    torch.testing.assert_close(torch.cat(found, dim=1), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(logits_in_pieces(model, ids, sizes), model(ids).logits, rtol=0, atol=1e-9)
 
 
 @torch.no_grad()
@@ -196,17 +191,9 @@ def test_an_adapter_with_updates_says_the_same_in_another_process(tmp_path: Path
     shaken(model).source = str(saved)
     save_adapter(model, tmp_path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [SETTINGS, WEIGHTS, LORA]
-    program = (
-        "import sys, torch; from titans.adapters import load_adapter; "
-        "model, _ = load_adapter(sys.argv[1], device='cpu'); "
-        "torch.save(model(torch.load(sys.argv[2])).logits, sys.argv[3])"
-    )
-    torch.save(ids[None], tmp_path / "ids.pt")
-    arguments = [str(tmp_path), str(tmp_path / "ids.pt"), str(tmp_path / "logits.pt")]
-    subprocess.run([sys.executable, "-c", program, *arguments], check=True)
     with torch.no_grad():
         expected = model(ids[None]).logits
-    torch.testing.assert_close(torch.load(tmp_path / "logits.pt"), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(logits_of_another_process(tmp_path, ids), expected, rtol=0, atol=1e-5)
 
 
 def test_damaged_updates_and_other_weights_are_refused(tmp_path: Path) -> None:

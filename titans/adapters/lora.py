@@ -26,9 +26,9 @@ def check_lora(model: nn.Module, rank: int) -> None:
 def add_lora(decoder: nn.Module, rank: int) -> None:
     """Adds an update, zero at first, to the projections of queries, keys, values and outputs of every layer.
 
-    The updates can be trained, and are the same ones every time; all else of the decoder is frozen.
+    The updates can be trained, and are the same ones every time; all else of the decoder is frozen. Whether they can be
+    added is for :func:`check_lora` to say.
     """
-    check_lora(decoder, rank)
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(r=rank, lora_alpha=SCALE * rank, target_modules=PROJECTIONS)

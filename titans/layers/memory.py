@@ -43,13 +43,13 @@ from titans.ops.state import CachedSegments
 MODES = ("chunked", "exact", "recurrent")
 GATE_SOURCES = ("token", "constant")
 HOMES = ("start", "zero")
-PRICED = ("theta", "alpha")
 CONV_STARTS = ("token", "mean")
 BLOCK = 2048  # tokens that are read at a time when no graph is needed
 ETA_MAX = 0.95  # a step never coasts more than twenty times its length, whatever later tokens ask for
 NORM_EPS = 1e-2  # a smaller one blows up the first reads of a memory that is still near zero
 SLOWEST, FASTEST = 0.0025, 0.3  # what heads forget per token at the start; local ones lie between, by equal ratios
-CLOSING = ("theta", "alpha")  # gates that a cutoff closes; without a step, momentum only carries on what was begun
+# gates that a cutoff closes and that may have a price; without a step, momentum only carries on what was begun
+CLOSING = ("theta", "alpha")
 FIT_SCALE = 3.0  # at the start u is so many times the token: enough to prefer a segment to the others
 INPUT_LIMIT = 1e6  # a bounded memory reads larger inputs as this
 
@@ -691,9 +691,9 @@ def priced(memories: Sequence[NeuralMemory], prices: Mapping[str, Tensor]) -> It
     Args:
         prices: what theta or alpha at 1 costs, in units of the outer loss; scalars.
     """
-    unknown = [name for name in prices if name not in PRICED]
+    unknown = [name for name in prices if name not in CLOSING]
     if unknown:
-        raise ValueError(f"prices has {unknown[0]}; expected some of {', '.join(PRICED)}")
+        raise ValueError(f"prices has {unknown[0]}; expected some of {', '.join(CLOSING)}")
     try:
         for memory in memories:
             memory.prices = prices
