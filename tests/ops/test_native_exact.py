@@ -28,6 +28,23 @@ def test_any_number_of_blocks_equals_the_definition(time: int) -> None:
     assert_equals_the_definition(neural_memory_exact, Case(time=time, bounded=True, rest=True))
 
 
+# Linear memory goes in bands of vectors: one, several, a broken one at the end, with and without what moves a state.
+BANDS = [
+    Case(depth=1, width=8, bounded=True, rest=True),
+    Case(depth=1, width=24, bias=True, rest=True, surprise=True),
+    Case(depth=1, width=50, masked=True, bounded=True, time=41, max_norm=0.3, rest=True),
+    Case(depth=1, width=59, residual=True, momentum=False, max_norm=0.3, time=41),
+    Case(depth=1, width=90, momentum=False, decay_first=True, surprise=True),
+    Case(depth=1, width=100, loss="dot", bias=True, surprise=True, checkpoint_every=2),
+    Case(depth=1, width=9, expansion=2, forgetting=False, masked=True),
+]
+
+
+@pytest.mark.parametrize("case", BANDS, ids=str)
+def test_bands_of_linear_memory_equal_the_definition(case: Case) -> None:
+    assert_equals_the_definition(neural_memory_exact, case)
+
+
 WIDE = [
     Case(width=32, bounded=True, rest=True),
     Case(width=33, bias=True),

@@ -62,7 +62,7 @@ def run_segments(
     if frame.live is not None:  # each row has its own cuts
         x, u = (frame.put(each.unsqueeze(1)).squeeze(1) for each in (x, u))
         tokens = _map(tokens, frame.put)
-        edges, mask = [*range(0, frame.tile * frame.tiles + 1, frame.tile)], frame.live
+        edges, mask = [*range(0, frame.slots + 1, frame.tile)], frame.live
     outputs, surprises = [], []
     for (start, stop), ended in zip(pairwise(edges), frame.ends, strict=True):
         live = None if mask is None else mask[:, start:stop]

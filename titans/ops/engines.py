@@ -204,7 +204,8 @@ def _native_declines(rule: Rule, state: MemoryState, options: Options) -> str | 
 
 def _run_native(rule: Rule, tokens: Tokens, state: MemoryState, options: Options) -> Found:
     loop = partial(run_exact if rule.chunk_size is None else _native_chunks, every=options.checkpoint_every)
-    return run_flat(rule, tokens, state, _tile(rule, state, options), loop, options.surprise)
+    whole = rule.chunk_size is not None
+    return run_flat(rule, tokens, state, _tile(rule, state, options), loop, options.surprise, whole)
 
 
 def _native_chunks(

@@ -103,15 +103,18 @@ def split_rest(rest: Tensor | None, weights: Tensors) -> Tensors:
 
 
 def run_flat(
-    rule: Rule, tokens: Tokens, state: MemoryState, tile: int, loop: Loop, surprise: bool
+    rule: Rule, tokens: Tokens, state: MemoryState, tile: int, loop: Loop, surprise: bool, whole: bool = True
 ) -> tuple[Tensor, MemoryState, Surprise | None]:
-    """Runs a call in tiles of ``tile`` tokens: the loop returns the state after them and (y,) or (y, ||u||^2, l)."""
+    """Runs a call in tiles of ``tile`` tokens: the loop returns the state after them and (y,) or (y, ||u||^2, l).
+
+    ``whole``: the loop takes whole tiles only.
+    """
     batch, heads, channels = *tokens.q.shape[:2], tokens.v.shape[-1]
     per_channel = any(g is not None and g.ndim == 4 for g in (tokens.theta, tokens.alpha, tokens.eta))
     if per_channel:
         rule, tokens = _spread_rule(rule, batch, heads, channels), _spread_tokens(tokens)
         state = _spread_state(state, channels)
-    y, state, found = _run(rule, tokens, state, tile, loop, surprise)
+    y, state, found = _run(rule, tokens, state, tile, loop, surprise, whole)
     if not per_channel:
         return y, state, found
     if found is not None:
@@ -121,13 +124,13 @@ def run_flat(
 
 
 def _run(
-    rule: Rule, tokens: Tokens, state: MemoryState, tile: int, loop: Loop, surprise: bool
+    rule: Rule, tokens: Tokens, state: MemoryState, tile: int, loop: Loop, surprise: bool, whole: bool
 ) -> tuple[Tensor, MemoryState, Surprise | None]:
     network = rule.network
     assert isinstance(network, MemoryMLP)
     batch, heads, time = tokens.q.shape[:3]
     dtype = state.weights[0].dtype
-    frame = make_frame(time, tokens.mask, state.position, tile, rule.period)
+    frame = make_frame(time, tokens.mask, state.position, tile, rule.period, whole)
 
     def put(x: Tensor | None, dead: float = 0.0) -> Tensor | None:
         return None if x is None else frame.put(x.to(dtype), dead).flatten(0, 1)

@@ -13,7 +13,7 @@ from torch import Tensor
 class Frame:
     """Where each token of a call goes.
 
-    A frame has ``tiles`` tiles of ``tile`` slots. A slot that holds no token is dead: it changes nothing.
+    A frame has ``slots`` slots, in tiles of ``tile`` of them. A slot that holds no token is dead: it changes nothing.
 
     Attributes:
         left: dead slots before the first token, if that is the same for every sequence.
@@ -27,7 +27,7 @@ class Frame:
     """
 
     tile: int
-    tiles: int
+    slots: int
     time: int
     left: int
     live: Tensor | None
@@ -41,25 +41,24 @@ class Frame:
         """(batch, slots), 1 where a slot holds a token and 0 elsewhere, of the kind of ``like``; None: all do."""
         if self.live is not None:
             return self.live.to(like.dtype)
-        right = self.tile * self.tiles - self.left - self.time
+        right = self.slots - self.left - self.time
         if not self.left and not right:
             return None
         return F.pad(like.new_ones(batch, self.time), (self.left, right))
 
     def put(self, x: Tensor, dead: float | None = None) -> Tensor:
         """(batch, heads, time, ...) -> (batch, heads, slots, ...); dead slots hold ``dead``, or anything."""
-        slots = self.tile * self.tiles
         if self.source is None:
-            right = slots - self.left - self.time
+            right = self.slots - self.left - self.time
             if not self.left and not right:
                 return x
             pad = (0,) * (2 * (x.ndim - 3)) + (self.left, right)
             return F.pad(x, pad, value=0.0 if dead is None else dead)
-        index = self.source.view(len(self.source), 1, slots, *(1,) * (x.ndim - 3))
+        index = self.source.view(len(self.source), 1, self.slots, *(1,) * (x.ndim - 3))
         x = x.gather(2, index.expand(-1, x.shape[1], -1, *x.shape[3:]))
         if dead is None or self.live is None:
             return x
-        return torch.where(self.live.view(len(self.live), 1, slots, *(1,) * (x.ndim - 3)), x, dead)
+        return torch.where(self.live.view(len(self.live), 1, self.slots, *(1,) * (x.ndim - 3)), x, dead)
 
     def take(self, y: Tensor) -> Tensor:
         """(batch, heads, slots, ...) -> (batch, heads, time, ...); masked tokens read 0."""
@@ -70,7 +69,9 @@ class Frame:
         return torch.where(self.present.view(len(self.slot), 1, self.time, *(1,) * (y.ndim - 3)), y, 0)
 
 
-def make_frame(time: int, mask: Tensor | None, position: int | Tensor, tile: int, period: int | None) -> Frame:
+def make_frame(
+    time: int, mask: Tensor | None, position: int | Tensor, tile: int, period: int | None, whole: bool = True
+) -> Frame:
     """A frame for ``time`` >= 1 tokens.
 
     Args:
@@ -78,6 +79,7 @@ def make_frame(time: int, mask: Tensor | None, position: int | Tensor, tile: int
         position: tokens since the last boundary of the grid: one number, or (batch,).
         tile: slots of a tile; if there is a period, a divisor of it.
         period: a boundary comes every ``period`` tokens; None: there are none, and positions do not matter.
+        whole: the last tile has as many slots as the others, not only as many as are used.
     """
     if mask is not None and bool(mask.all()):
         mask = None
@@ -98,6 +100,7 @@ def make_frame(time: int, mask: Tensor | None, position: int | Tensor, tile: int
     used = max(offset + count for offset, count in zip(offsets, counts, strict=True))
     tile = min(tile, used) if not crosses and used else tile
     tiles = max(1, -(-used // tile))
+    slots = tiles * tile if whole else max(1, used)
 
     shift = [start - offset for start, offset in zip(starts, offsets, strict=True)]
     ends: list[bool | Tensor | None] = []
@@ -118,14 +121,14 @@ def make_frame(time: int, mask: Tensor | None, position: int | Tensor, tile: int
         position = after[0] if len(set(after)) == 1 else torch.tensor(after, device=device)
 
     if mask is None and len(set(offsets)) == 1:
-        return Frame(tile, tiles, time, offsets[0], None, None, None, None, tuple(ends), position)
+        return Frame(tile, slots, time, offsets[0], None, None, None, None, tuple(ends), position)
 
     present = mask if mask is not None else torch.ones(len(starts), time, dtype=torch.bool, device=device)
     offset = torch.tensor(offsets, device=device).unsqueeze(1)
     count = torch.tensor(counts, device=device).unsqueeze(1)
     order = torch.argsort((~present).to(torch.int8), dim=1, stable=True)
-    rank = torch.arange(tiles * tile, device=device) - offset
+    rank = torch.arange(slots, device=device) - offset
     source = order.gather(1, rank.clamp(0, time - 1))
     live = (rank >= 0) & (rank < count)
     slot = (present.cumsum(1) - 1).clamp(min=0) + offset
-    return Frame(tile, tiles, time, 0, live, source, slot, present, tuple(ends), position)
+    return Frame(tile, slots, time, 0, live, source, slot, present, tuple(ends), position)

@@ -180,7 +180,7 @@ static inline __attribute__((always_inline)) void write_columns(int in, int out,
 static void write_and_read(const Settings *s, const Inputs *in, size_t token, REAL *const *weights, REAL *const *momenta,
                            REAL *const *rest, Token *at, REAL *y) {
     const REAL *query = in->q + token * s->width_in;
-    int live = !in->live || in->live[token], w = at->widest;
+    int w = at->widest;
     memcpy(at->read_x, query, s->width_in * sizeof(REAL));
     for (int l = 0; l < s->depth; l++) {
         int inside = in->ins[l], out = in->outs[l];
@@ -188,9 +188,7 @@ static void write_and_read(const Settings *s, const Inputs *in, size_t token, RE
         Write by = {at->x + w * l, delta, read_x, at->keep, at->drag};
         if (s->bias) read_x[inside - 1] = 1;
         for (int o = 0; o < out; o++) delta[o] *= at->step;
-        if (!live)
-            row_product(out, inside, plain(read_x, 0), weights[l], out, z, 1);
-        else if (momenta && rest)
+        if (momenta && rest)
             write_columns(inside, out, &by, 1, 1, weights[l], momenta[l], rest[l], z);
         else if (momenta)
             write_columns(inside, out, &by, 1, 0, weights[l], momenta[l], NULL, z);
@@ -212,15 +210,246 @@ static void turn_state_back(const Settings *s, const Inputs *in, REAL *const *fr
     for (int l = 0; l < s->depth; l++) transpose(in->ins[l], in->outs[l], from[l], in->outs[l], to[l], in->ins[l]);
 }
 
+static int count_tiles(const Settings *s) { return (s->tokens + s->tile - 1) / s->tile; }
+
+/* Whether a tile ends after token t; the last one may be shorter. */
+static int ends_tile(const Settings *s, int t) { return (t + 1) % s->tile == 0 || t + 1 == s->tokens; }
+
+static void leave_trace(const Settings *s, const Inputs *in, const Token *at, REAL *to) {
+    for (int l = 0; l < s->depth; to += in->outs[l++]) memcpy(to, at->z + at->widest * l, in->outs[l] * sizeof(REAL));
+    for (int l = 0; l + 1 < s->depth; to += 2 * in->outs[l++]) {
+        memcpy(to, at->back + at->widest * l, in->outs[l] * sizeof(REAL));
+        memcpy(to + in->outs[l], at->read_z + at->widest * l, in->outs[l] * sizeof(REAL));
+    }
+}
+
+/* What a slot without a token leaves behind. */
+static void leave_nothing(const Settings *s, const Inputs *in, size_t token, REAL *trace, REAL *y, REAL *gradient,
+                          REAL *loss) {
+    int width = trace_width(s, in);
+    memset(y + token * s->width_out, 0, s->width_out * sizeof(REAL));
+    if (trace) memset(trace + token * width, 0, width * sizeof(REAL));
+    if (gradient) gradient[token] = 0;
+    if (loss) loss[token] = 0;
+}
+
+/* One token of a linear memory in a band of its outputs, which do not wait for each other, so that a band's share of the
+ * state, (in x band), stays in the nearest cache along all tokens. */
+typedef struct {
+    const REAL *x, *read_x, *next_x; /* its key and query, and the key of the token after it */
+    const REAL *value, *key, *query; /* of the band; key and query only for a residual */
+    REAL keep, drag, step;
+} Turn;
+
+/* From z = M_{t-1} k_t, in one walk through the band: the error, S_t and M_t (Eq. 14, 13), y = M_t q_t (Eq. 15), and the z
+ * of the next token. found, if not NULL: the squared error and <M(k), error>. */
+#define TURN_KERNEL(NAME, COUNT)                                                                                   \
+    static inline __attribute__((always_inline)) void NAME(const Settings *s, int in, const Turn *by, int drags,   \
+                                                           int rests, REAL *w, REAL *m, const REAL *rest, REAL *z, \
+                                                           REAL *trace, REAL *y, REAL *found) {                    \
+        vec step[COUNT], sum[COUNT], next_sum[COUNT];                                                              \
+        REAL keep = by->keep, lost = 1 - keep, drag = by->drag;                                                    \
+        for (int c = 0; c < COUNT; c++) {                                                                          \
+            vec said = ((vec *)z)[c];                                                                              \
+            if (s->decay_first) said *= keep;                                                                      \
+            if (trace) ((vec *)trace)[c] = said;                                                                   \
+            if (s->residual) said += ((const vec *)by->key)[c];                                                    \
+            vec error = -((const vec *)by->value)[c];                                                              \
+            if (s->squared) error += said;                                                                         \
+            if (found)                                                                                             \
+                for (int j = 0; j < LANES; j++) found[0] += error[j] * error[j], found[1] += said[j] * error[j];   \
+            step[c] = error * by->step;                                                                            \
+            sum[c] = next_sum[c] = (vec){0};                                                                       \
+        }                                                                                                          \
+        for (int i = 0; i < in; i++) {                                                                             \
+            REAL x = -by->x[i], read_x = by->read_x[i], next_x = by->next_x[i];                                    \
+            for (int c = 0; c < COUNT; c++) {                                                                      \
+                size_t at = (size_t)i * COUNT + c;                                                                 \
+                vec next = x * step[c];                                                                            \
+                if (drags) ((vec *)m)[at] = next += drag * ((vec *)m)[at];                                         \
+                if (rests) next += lost * ((const vec *)rest)[at];                                                 \
+                ((vec *)w)[at] = next += keep * ((vec *)w)[at];                                                    \
+                sum[c] += read_x * next;                                                                           \
+                next_sum[c] += next_x * next;                                                                      \
+            }                                                                                                      \
+        }                                                                                                          \
+        for (int c = 0; c < COUNT; c++) {                                                                          \
+            if (s->residual) sum[c] += ((const vec *)by->query)[c];                                                \
+            ((vec *)z)[c] = next_sum[c], ((vec *)y)[c] = sum[c];                                                   \
+        }                                                                                                          \
+    }                                                                                                              \
+    static void NAME##_any(const Settings *s, int in, const Turn *by, REAL *w, REAL *m, const REAL *rest, REAL *z, \
+                           REAL *trace, REAL *y, REAL *found) {                                                    \
+        if (m && rest)                                                                                             \
+            NAME(s, in, by, 1, 1, w, m, rest, z, trace, y, found);                                                 \
+        else if (m)                                                                                                \
+            NAME(s, in, by, 1, 0, w, m, NULL, z, trace, y, found);                                                 \
+        else if (rest)                                                                                             \
+            NAME(s, in, by, 0, 1, w, NULL, rest, z, trace, y, found);                                              \
+        else                                                                                                       \
+            NAME(s, in, by, 0, 0, w, NULL, NULL, z, trace, y, found);                                              \
+    }
+TURN_KERNEL(turn_1, 1)
+TURN_KERNEL(turn_2, 2)
+TURN_KERNEL(turn_3, 3)
+TURN_KERNEL(turn_4, 4)
+TURN_KERNEL(turn_5, 5)
+
+enum { WIDEST_BAND = 5, NEAREST = 46 << 10 }; /* vectors; bytes of the nearest cache for a band's share of the state */
+
+static void take_turn(int count, const Settings *s, int in, const Turn *by, REAL *w, REAL *m, const REAL *rest, REAL *z,
+                      REAL *trace, REAL *y, REAL *found) {
+    switch (count) {
+        case 1: turn_1_any(s, in, by, w, m, rest, z, trace, y, found); break;
+        case 2: turn_2_any(s, in, by, w, m, rest, z, trace, y, found); break;
+        case 3: turn_3_any(s, in, by, w, m, rest, z, trace, y, found); break;
+        case 4: turn_4_any(s, in, by, w, m, rest, z, trace, y, found); break;
+        default: turn_5_any(s, in, by, w, m, rest, z, trace, y, found);
+    }
+}
+
+/* Rows of (out x in) to (in x band), and back; where there are fewer than `band`, zeros follow. */
+static void open_band(int rows, int in, int band, const REAL *from, REAL *to) {
+    if (rows < band) memset(to, 0, (size_t)in * band * sizeof(REAL));
+    transpose(rows, in, from, in, to, band);
+}
+
+static void close_band(int rows, int in, int band, const REAL *from, REAL *to) {
+    transpose(in, rows, from, band, to, in);
+}
+
+/* clip_rows for a band, whose columns the rows are. */
+static int clip_band(int in, int band, REAL *w, const REAL *rest, REAL max_norm) {
+    REAL square[WIDEST_BAND * LANES] = {0};
+    int clipped = 0;
+    for (int i = 0; i < in; i++)
+        for (int j = 0; j < band; j++) {
+            REAL away = rest ? w[i * band + j] - rest[i * band + j] : w[i * band + j];
+            square[j] += away * away;
+        }
+    for (int j = 0; j < band; j++) {
+        REAL norm = SQRT(square[j]);
+        if (!(norm > max_norm)) continue;
+        clipped = 1;
+        for (int i = j; i < in * band; i += band) {
+            REAL home = rest ? rest[i] : 0;
+            w[i] = home + (w[i] - home) * (max_norm / norm);
+        }
+    }
+    return clipped;
+}
+
+/* So many vectors of a linear memory's outputs that the state fits, in bands of about the same width. */
+static int choose_band(const Settings *s, const Inputs *in, int groups) {
+    int vectors = (in->outs[0] + LANES - 1) / LANES, most = NEAREST / (in->ins[0] * VECTOR_BYTES * groups);
+    most = most < 1 ? 1 : most > WIDEST_BAND ? WIDEST_BAND : most;
+    int bands = (vectors + most - 1) / most;
+    return (vectors + bands - 1) / bands;
+}
+
+/* A row of tokens through a linear memory, band by band. The state is this row's, the rest as in titans_exact. */
+static int linear_row(const Settings *s, const Inputs *in, int r, REAL *weights, REAL *momenta, REAL *saved_weights,
+                      REAL *saved_momenta, REAL *trace, unsigned char *clipped, REAL *y, REAL *gradient, REAL *loss) {
+    int inside = in->ins[0], out = in->outs[0], tokens = s->tokens, vectors = (out + LANES - 1) / LANES;
+    int groups = 1 + (momenta != NULL) + (in->rest != NULL), widest = choose_band(s, in, groups);
+    size_t band = widest * LANES, size = (size_t)inside * band, base = (size_t)r * tokens;
+    size_t copied = s->bias ? (size_t)tokens * inside : 0;
+    REAL *w = NULL;
+    if (posix_memalign((void **)&w, 64, (3 * size + 6 * band + 2 * (tokens + copied)) * sizeof(REAL))) return 1;
+    REAL *m = w + size, *home = m + size, *z = home + size, *read = z + band, *left = read + band;
+    REAL *value = left + band, *key = value + band, *query = key + band;
+    REAL *step = query + band, *kappa = step + tokens, *keys = kappa + tokens, *queries = keys + copied;
+    const REAL *xs = in->k + base * s->width_in, *reads = in->q + base * s->width_in, *rest = in->rest ? home : NULL;
+    if (!momenta) m = NULL;
+    if (s->bias) {
+        for (int t = 0; t < tokens; t++) {
+            memcpy(keys + (size_t)t * inside, xs + (size_t)t * s->width_in, s->width_in * sizeof(REAL));
+            memcpy(queries + (size_t)t * inside, reads + (size_t)t * s->width_in, s->width_in * sizeof(REAL));
+            keys[(size_t)(t + 1) * inside - 1] = queries[(size_t)(t + 1) * inside - 1] = 1;
+        }
+        xs = keys, reads = queries;
+    }
+    for (int t = 0; t < tokens; t++) {
+        kappa[t] = dot(inside, xs + (size_t)t * inside, xs + (size_t)t * inside);
+        step[t] = s->bounded ? in->step[base + t] / (1 + kappa[t]) : in->step[base + t];
+        leave_nothing(s, in, base + t, in->live && !in->live[base + t] ? trace : NULL, y, gradient, loss);
+    }
+    for (int done = 0, count; done < vectors; done += count) {
+        count = vectors - done < widest ? vectors - done : widest, band = count * LANES;
+        int first = done * LANES, width = out - first < (int)band ? out - first : (int)band, whole = width == (int)band;
+        size_t from = (size_t)first * inside;
+        open_band(width, inside, band, weights + from, w);
+        if (m) open_band(width, inside, band, momenta + from, m);
+        if (rest) open_band(width, inside, band, rest_row(in, 0, r, first), home);
+        memset(value, 0, 3 * (query - key) * sizeof(REAL));
+        int seen = -1; /* the token that z belongs to */
+        for (int t = 0; t < tokens; t++) {
+            size_t token = base + t;
+            if (saved_weights && t % s->segment == 0) {
+                size_t to = (size_t)(t / s->segment) * out * inside + from;
+                close_band(width, inside, band, w, saved_weights + to);
+                if (m) close_band(width, inside, band, m, saved_momenta + to);
+            }
+            if (!in->live || in->live[token]) {
+                int next = t + 1;
+                while (next < tokens && in->live && !in->live[base + next]) next++;
+                const REAL *x = xs + (size_t)t * inside, *read_x = reads + (size_t)t * inside;
+                const REAL *next_x = next < tokens ? xs + (size_t)next * inside : x;
+                REAL keep = in->alpha ? 1 - in->alpha[token] : 1, drag = in->eta ? in->eta[token] : 0;
+                REAL *to_y = y + token * out + first, *to_trace = trace ? trace + token * out + first : NULL;
+                Turn by = {x, read_x, next_x, in->v + token * out + first, x + first, read_x + first, keep, drag, step[t]};
+                if (seen != t) {
+                    memset(z, 0, band * sizeof(REAL));
+                    for (int i = 0; i < inside; i++) add(band, x[i], w + i * band, z);
+                }
+                if (!whole) {
+                    memcpy(value, by.value, width * sizeof(REAL));
+                    if (s->residual) memcpy(key, by.key, width * sizeof(REAL)), memcpy(query, by.query, width * sizeof(REAL));
+                    by.value = value, by.key = key, by.query = query;
+                }
+                REAL found[2] = {0, 0};
+                take_turn(count, s, inside, &by, w, m, rest, z, trace ? (whole ? to_trace : left) : NULL,
+                          whole ? to_y : read, gradient ? found : NULL);
+                seen = next;
+                if (!whole) memcpy(to_y, read, width * sizeof(REAL));
+                if (!whole && trace) memcpy(to_trace, left, width * sizeof(REAL));
+                if (gradient) gradient[token] += kappa[t] * found[0];
+                if (loss) loss[token] += found[!s->squared];
+            }
+            if (s->max_norm > 0 && in->ends && ends_tile(s, t)) {
+                size_t tile = (size_t)r * count_tiles(s) + t / s->tile;
+                if (!in->ends[tile]) continue;
+                int changed = clip_band(inside, band, w, rest, (REAL)s->max_norm);
+                if (m) changed |= clip_band(inside, band, m, NULL, (REAL)s->max_norm);
+                if (changed) seen = -1;
+                if (clipped) clipped[tile] |= changed;
+            }
+        }
+        close_band(width, inside, band, w, weights + from);
+        if (m) close_band(width, inside, band, m, momenta + from);
+    }
+    free(w);
+    return 0;
+}
+
 /* weights, momenta: changed in place. For the backward pass, if not NULL: saved_*, the state at the start of every segment;
  * trace (rows, tokens, trace_width); clipped (rows, tiles), whether the guard changed anything after a tile. */
 int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **momenta, REAL **saved_weights,
                  REAL **saved_momenta, REAL *trace, unsigned char *clipped, REAL *y, REAL *gradient, REAL *loss) {
-    int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment, tiles = s->tokens / s->tile;
+    int depth = s->depth, failed = 0, segments = (s->tokens + s->segment - 1) / s->segment, tiles = count_tiles(s);
+    if (clipped) memset(clipped, 0, (size_t)s->rows * tiles);
 #ifdef _OPENMP
 #pragma omp parallel for num_threads(s->threads) schedule(static) if (s->threads > 1 && s->rows > 1)
 #endif
     for (int r = 0; r < s->rows; r++) {
+        if (depth == 1 && in->outs[0] >= LANES) {
+            size_t size = (size_t)in->outs[0] * in->ins[0], kept = r * segments * size;
+            failed |= linear_row(s, in, r, weights[0] + r * size, momenta ? momenta[0] + r * size : NULL,
+                                 saved_weights ? saved_weights[0] + kept : NULL,
+                                 saved_weights && momenta ? saved_momenta[0] + kept : NULL, trace, clipped, y, gradient,
+                                 loss);
+            continue;
+        }
         Token at;
         REAL *buffer = open_token(s, in, &at, 1 + (momenta != NULL) + (in->rest != NULL));
         if (!buffer) {
@@ -249,30 +478,24 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
                 turn_state_back(s, in, turned_w, to_w);
                 if (momenta) turn_state_back(s, in, turned_m, to_m);
             }
-            take_gradient(s, in, token, turned_w, &at);
-            write_and_read(s, in, token, turned_w, momenta ? turned_m : NULL, in->rest ? turned_rest : NULL, &at,
-                           y + token * s->width_out);
-            if (gradient) gradient[token] = at.kappa * at.total;
-            if (loss) loss[token] = at.loss;
-            if (trace) {
-                REAL *to = trace + token * trace_width(s, in);
-                for (int l = 0; l < depth; to += in->outs[l++])
-                    memcpy(to, at.z + at.widest * l, in->outs[l] * sizeof(REAL));
-                for (int l = 0; l + 1 < depth; to += 2 * in->outs[l++]) {
-                    memcpy(to, at.back + at.widest * l, in->outs[l] * sizeof(REAL));
-                    memcpy(to + in->outs[l], at.read_z + at.widest * l, in->outs[l] * sizeof(REAL));
-                }
+            if (in->live && !in->live[token]) {
+                leave_nothing(s, in, token, trace, y, gradient, loss);
+            } else {
+                take_gradient(s, in, token, turned_w, &at);
+                write_and_read(s, in, token, turned_w, momenta ? turned_m : NULL, in->rest ? turned_rest : NULL, &at,
+                               y + token * s->width_out);
+                if (gradient) gradient[token] = at.kappa * at.total;
+                if (loss) loss[token] = at.loss;
+                if (trace) leave_trace(s, in, &at, trace + token * trace_width(s, in));
             }
-            if (s->max_norm > 0 && (t + 1) % s->tile == 0) {
+            if (s->max_norm > 0 && in->ends && ends_tile(s, t)) {
                 size_t tile = (size_t)r * tiles + t / s->tile;
-                int changed = 0;
-                if (in->ends && in->ends[tile]) {
-                    turn_state_back(s, in, turned_w, own_w);
-                    if (momenta) turn_state_back(s, in, turned_m, own_m);
-                    changed = clip_state(s, in, r, own_w, momenta ? own_m : NULL);
-                    if (changed) turn_state(s, in, own_w, turned_w);
-                    if (changed && momenta) turn_state(s, in, own_m, turned_m);
-                }
+                if (!in->ends[tile]) continue;
+                turn_state_back(s, in, turned_w, own_w);
+                if (momenta) turn_state_back(s, in, turned_m, own_m);
+                int changed = clip_state(s, in, r, own_w, momenta ? own_m : NULL);
+                if (changed) turn_state(s, in, own_w, turned_w);
+                if (changed && momenta) turn_state(s, in, own_m, turned_m);
                 if (clipped) clipped[tile] = changed;
             }
         }
@@ -838,7 +1061,22 @@ static void advance(const Settings *s, const Work *w, const Inputs *in, int row,
 }
 
 static int clipped_before(const Settings *s, const Saved *saved, int row, int t) {
-    return saved->clipped && t % s->tile == 0 && saved->clipped[(size_t)row * (s->tokens / s->tile) + t / s->tile - 1];
+    return saved->clipped && ends_tile(s, t - 1) && saved->clipped[(size_t)row * count_tiles(s) + (t - 1) / s->tile];
+}
+
+/* Nothing is asked of slots without tokens. */
+static void no_gradients(const Settings *s, const Gradients *g, size_t first, size_t count) {
+    memset(g->q + first * s->width_in, 0, count * s->width_in * sizeof(REAL));
+    memset(g->k + first * s->width_in, 0, count * s->width_in * sizeof(REAL));
+    memset(g->v + first * s->width_out, 0, count * s->width_out * sizeof(REAL));
+    REAL *gates[] = {g->step, g->alpha, g->eta};
+    for (int i = 0; i < 3; i++)
+        if (gates[i]) memset(gates[i] + first, 0, count * sizeof(REAL));
+}
+
+static int is_dead(const Inputs *in, size_t first, size_t stop) {
+    while (in->live && first < stop && !in->live[first]) first++;
+    return first == stop;
 }
 
 /* The tokens from first to stop, from the state before them; adjoints of the state are changed in place. */
@@ -914,7 +1152,10 @@ static int segment_back(const Settings *s, const Inputs *in, const Saved *saved,
                     clip_rows_back(a->out, a->in, momenta[i + 1][l], NULL, a->m_bar, NULL, (REAL)s->max_norm);
             }
         }
-        block_back(s, in, saved, g, row, start, stops[i], weights[i], momenta[i], w);
+        if (is_dead(in, base + start, base + stops[i]))
+            no_gradients(s, g, base + start, stops[i] - start);
+        else
+            block_back(s, in, saved, g, row, start, stops[i], weights[i], momenta[i], w);
     }
     free(stops), free(states), free(weights);
     return 0;
