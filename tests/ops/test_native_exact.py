@@ -9,14 +9,16 @@ import torch
 from torch import Tensor
 
 from tests.ops.cases import (
+    GUARD,
     Case,
     assert_equals_the_definition,
     assert_identical,
     assert_same,
+    in_pieces,
     make,
     values_and_gradients,
 )
-from titans.ops import neural_memory_exact
+from titans.ops import neural_memory_exact, neural_memory_recurrent
 from titans.ops.native.exact import BLOCK, KEPT_NUMBERS, choose_segment
 from titans.ops.native.library import library
 
@@ -62,6 +64,13 @@ def test_widths_of_whole_and_broken_vectors_equal_the_definition(case: Case) -> 
 @pytest.mark.parametrize("rest", [False, True])
 def test_a_guard_that_clips_inside_a_block_equals_the_definition(rest: bool) -> None:
     assert_equals_the_definition(neural_memory_exact, Case(time=41, max_norm=0.3, bounded=True, masked=True, rest=rest))
+
+
+@pytest.mark.parametrize("depth, width", [(1, 12), (2, 5)])
+def test_a_guard_acts_after_a_call_that_ends_in_the_middle_of_a_tile(depth: int, width: int) -> None:
+    call = make(Case(depth=depth, width=width, time=GUARD, bounded=True, max_norm=0.2))
+    pieces = in_pieces(neural_memory_exact, call, 3, [1], guard_every=GUARD)
+    assert_same(pieces, in_pieces(neural_memory_recurrent, call, 1, [1], guard_every=GUARD))
 
 
 @pytest.mark.parametrize("every", [1, 3, 10, 10**6, 2**40])
