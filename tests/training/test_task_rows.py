@@ -16,6 +16,7 @@ from titans.models.tokenizer import byte_tokenizer
 from titans.tasks import IGNORED, WrongLengthError, example, make_task, make_tasks
 from titans.training.config import TrainConfig, load_config
 from titans.training.data import TaskRows, collate
+from titans.training.growth import AHEAD, SEEN, Growth
 from titans.training.run import train
 
 FIELDS: dict[str, Any] = {
@@ -69,6 +70,40 @@ def test_sequences_double_until_they_have_the_length() -> None:
     assert TrainConfig(**FIELDS).sequence_length(0, 8) == 32
 
 
+def test_sequences_double_when_the_loss_has_fallen() -> None:
+    growth = Growth(TrainConfig(**FIELDS | {"length": 64, "shortest": 16, "grow_below": 1.0}), 1000)
+    for step in range(100):
+        growth.see(step, 2.0)
+    assert growth.length(10**6) == 16
+    for step in range(100, 200):
+        growth.see(step, 0.5)
+    # 14 of the last 20 losses have to be low; a doubling starts the count anew
+    first = 100 + 13 + AHEAD
+    second = first + SEEN - 1 + AHEAD
+    assert growth.doubled == [first, second]
+    assert [growth.length(step) for step in (first - 1, first, second - 1, second)] == [16, 32, 32, 64]
+
+
+def test_a_run_that_grows_by_its_loss_resumes_to_the_same_losses(tmp_path: Path) -> None:
+    fields = FIELDS | {"length": 64, "shortest": 8, "grow_below": 100.0, "steps": 50, "save_every": 24, "eval_every": 0}
+    whole = train(TrainConfig(**fields, output=str(tmp_path / "run")))
+    lengths = _logged(tmp_path / "run", "length")
+    assert lengths[1] == 8 and set(lengths.values()) == {8, 16, 32}
+    kept = json.loads((tmp_path / "run" / "checkpoint-48" / "growth.json").read_text())
+    assert len(kept["doubled"]) == 2
+
+    for name in ("result.json", "checkpoint-50"):
+        (tmp_path / "run" / name).rename(tmp_path / name)
+    again = train(TrainConfig(**fields, output=str(tmp_path / "run")), resume=True)
+    assert again.metrics["eval_loss"] == whole.metrics["eval_loss"]
+    assert _logged(tmp_path / "run", "length") == lengths
+
+
+def _logged(run: Path, name: str) -> dict[int, float]:
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row[name] for row in rows if name in row}
+
+
 def test_a_run_on_a_task_is_validated_resumes_to_the_same_losses_and_can_be_loaded(tmp_path: Path) -> None:
     fields = FIELDS | {"shortest": 16, "schedule": "stable"}
     whole = train(TrainConfig(**fields, output=str(tmp_path / "whole")))
@@ -106,6 +141,9 @@ def test_a_text_task_brings_its_tokenizer_along(name: str, tmp_path: Path) -> No
         ({"carry": 2, "batch_tokens": 64}, "data is drawn by a task: expected carry 0"),
         ({"separate_documents": True}, "separate_documents is for text; data is drawn by a task: expected false"),
         ({"steps": None, "epochs": 1.0}, "a task has no end: expected steps or tokens"),
+        ({"grow_below": 1.0}, "grow_below is 1.0 and shortest is None; expected a length to begin with"),
+        ({"grow_below": 1.0, "shortest": 16, "workers": 1}, "workers is 1; expected 0, as workers read ahead"),
+        ({"grow_below": 0.0, "shortest": 16}, "grow_below is 0.0; expected a positive number"),
         ({"shortest": 12}, "shortest is 12 and length is 32; expected a length that is shortest doubled some times"),
         ({"data": "text", "task": {}, "shortest": 16}, "shortest is given and data is not drawn by a task"),
         ({"data": "task:recall,babilong", "task": {}}, "expected tasks of text, or tasks of plain tokens, not both"),

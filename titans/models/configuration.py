@@ -69,6 +69,8 @@ class TitansConfig(PreTrainedConfig):
         token_skip: whether memories see the tokens' embeddings beside the stream, weighed by channel, wherever
             something was added to it before; what earlier blocks have added soon outweighs them.
         use_memory, use_attention: switch either off.
+        attention_layers: MAC, MAG, MAL: the layers that have attention, counted from 0; the others are those of an LMM.
+            None: all.
         gate: MAC, MAG: how attention y and memory m, both normalised, are combined: ``"sigmoid"``, y sigmoid(m), the
             default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``. None: the
             default.
@@ -99,6 +101,7 @@ class TitansConfig(PreTrainedConfig):
     token_skip: bool = False
     use_memory: bool = True
     use_attention: bool = True
+    attention_layers: list[int] | None = None
     gate: str | None = None
     qk_norm: bool = True
     pooling: str = "mean"
@@ -182,6 +185,17 @@ class TitansConfig(PreTrainedConfig):
                 f"memory_local_heads is {self.memory_local_heads} and memory_heads is {self.memory_heads}; "
                 "expected no more of them"
             )
+        chosen = self.attention_layers
+        if chosen is not None:
+            known = range(self.num_hidden_layers)
+            if self.variant == "lmm" or not self.use_attention or not self.use_memory:
+                missing = "attention" if self.use_memory else "memory"
+                expected = "None, or a mac, mag or mal with both"
+                raise ValueError(f"attention_layers is {chosen} in a model without {missing}; expected {expected}")
+            if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
+                raise ValueError(
+                    f"attention_layers is {chosen}; expected different numbers from 0 to {self.num_hidden_layers - 1}"
+                )
         kept = self.memory_cache_segment_size
         if kept is not None and self.variant == "mac" and self.use_attention and kept % self.segment_size:
             raise ValueError(
@@ -258,6 +272,12 @@ class TitansConfig(PreTrainedConfig):
         """As in the library for subclasses; there, saving copies the source of the class, which ours do not need."""
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
+
+    def attends(self, index: int) -> bool:
+        """Whether layer ``index`` has attention."""
+        if self.variant == "lmm" or not self.use_attention:
+            return False
+        return self.attention_layers is None or index in self.attention_layers
 
     @property
     def effective_gate(self) -> str:

@@ -51,16 +51,16 @@ class MALLayer(GradientCheckpointingLayer, MALBlock):
     """:class:`titans.layers.MALBlock`, with gradient checkpointing."""
 
 
-def make_layer(config: TitansConfig, first: bool = False) -> nn.Module:
-    """A block of the model that ``config`` describes."""
-    dim = config.hidden_size
+def make_layer(config: TitansConfig, index: int) -> nn.Module:
+    """Block number ``index`` of the model that ``config`` describes."""
+    dim, attends = config.hidden_size, config.attends(index)
     assert config.intermediate_size is not None
     options: dict[str, Any] = {
         "persistent": config.num_persistent_tokens,
         "ffn": config.ffn,
         "ffn_multiplier": config.intermediate_size / dim,
         # the first memory sees the tokens anyway, unless attention stands before it
-        "token_skip": config.token_skip and (not first or (config.variant == "mac" and config.use_attention)),
+        "token_skip": config.token_skip and (index > 0 or (config.variant == "mac" and attends)),
     }
     memory = NeuralMemory(dim, **config.memory_options, check_values=False) if config.use_memory else None
     if config.variant == "lmm":
@@ -68,9 +68,9 @@ def make_layer(config: TitansConfig, first: bool = False) -> nn.Module:
         return LMMLayer(dim, memory, **options)
     heads, window, qk_norm = config.num_attention_heads, config.window_size, config.qk_norm
     if config.variant == "mac":
-        segment = SegmentAttention(dim, heads, config.segment_size, qk_norm=qk_norm) if config.use_attention else None
+        segment = SegmentAttention(dim, heads, config.segment_size, qk_norm=qk_norm) if attends else None
         return MACLayer(dim, memory, segment, gate=config.effective_gate, **options)
-    attention = WindowAttention(dim, heads, window, qk_norm=qk_norm) if config.use_attention else None
+    attention = WindowAttention(dim, heads, window, qk_norm=qk_norm) if attends else None
     if config.variant == "mag":
         return MAGLayer(dim, memory, attention, gate=config.effective_gate, **options)
     if config.variant == "mal":
@@ -87,7 +87,7 @@ class TitansModel(TitansPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size) if config.vocab_size else None
         self.embed_norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)  # what blocks add is not small
-        self.layers = nn.ModuleList(make_layer(config, index == 0) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(make_layer(config, index) for index in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.gradient_checkpointing = False
         self.post_init()

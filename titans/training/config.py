@@ -81,6 +81,9 @@ class TrainConfig:
     has the same number of tokens. By default, they all have ``length``."""
     growth: float = 0.5
     """The share of the steps after which sequences have their full length."""
+    grow_below: float | None = None
+    """For task data that begins with ``shortest``: sequences double whenever the mean loss of the last 20 steps falls
+    below this, so that none are longer before the shorter ones are learned. By default, at fixed steps, see growth."""
 
     # documents
     separate_documents: bool = False
@@ -169,7 +172,7 @@ class TrainConfig:
             value = getattr(self, name)
             if value is not None and value < bound:
                 raise ValueError(f"{name} is {value}; expected a whole number of at least {bound}")
-        for name in ("learning_rate", "epochs", "clip"):
+        for name in ("learning_rate", "epochs", "clip", "grow_below"):
             value = getattr(self, name)
             if value is not None and not 0 < value < math.inf:
                 raise ValueError(f"{name} is {value}; expected a positive number")
@@ -217,6 +220,10 @@ class TrainConfig:
         elif self.task or self.shortest is not None:
             name = "task" if self.task else "shortest"
             raise ValueError(f"{name} is given and data is not drawn by a task; expected data: task:NAME")
+        if self.grow_below is not None and (self.shortest is None or self.workers):
+            wrong = "shortest is None" if self.shortest is None else f"workers is {self.workers}"
+            expected = "a length to begin with" if self.shortest is None else "0, as workers read ahead"
+            raise ValueError(f"grow_below is {self.grow_below} and {wrong}; expected {expected}")
         for name in ("name", "size"):
             if "pretrained" in self.model and name in self.model:
                 raise ValueError(f"model has pretrained and {name}; expected one of them")
@@ -239,6 +246,12 @@ class TrainConfig:
             return self.length
         doublings = round(math.log2(self.length / self.shortest))
         return self.shortest << int(step / (self.growth * steps) * doublings)
+
+    @property
+    def lengths(self) -> list[int]:
+        """All lengths that a task draws sequences of."""
+        shortest = self.shortest or self.length
+        return [shortest << doublings for doublings in range(round(math.log2(self.length / shortest)) + 1)]
 
     @property
     def row_tokens(self) -> int:

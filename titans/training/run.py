@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, fields
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +30,7 @@ from titans.training.callbacks import MetricsFile, ProgressBar, StopInOrder
 from titans.training.card import model_card
 from titans.training.config import FINGERPRINT, TrainConfig
 from titans.training.data import CarriedRows, PackedRows, StreamedRows, TaskRows
+from titans.training.growth import Growth
 from titans.training.trainer import SAVING, MemoryTrainer, writing
 from titans.words import nearest, sentence
 
@@ -238,9 +238,7 @@ def _open_tasks(config: TrainConfig) -> Data:
         raise ValueError(f"tokenizer is {config.tokenizer!r}; expected none, as {tasks[0].name} draws plain tokens")
     tokenizer = None if config.tokenizer is None else load_tokenizer(config.tokenizer)
     data = Data(tokenizer, None, None, f"{config.data} {sorted(config.task.items())}", tuple(tasks))
-    for length in {
-        config.sequence_length(step, 64) for step in range(64)
-    }:  # a mistake is found here, and not by a data worker
+    for length in config.lengths:  # a mistake is found here, and not by a data worker
         for task in tasks:
             with suppress(WrongLengthError):
                 example(task, "train", config.seed, 0, length, tokenizer)
@@ -285,7 +283,7 @@ def check_trackers(names: list[str]) -> None:
 def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
     """The rows of the whole run."""
     if data.tasks:
-        sizes = partial(_size_of, config, steps)
+        sizes = Growth(config, steps)
         return TaskRows(data.tasks, data.tokenizer, config.length, "train", config.seed, config.rows * steps, sizes)
     if data.train is not None and config.carry:
         return CarriedRows(data.train, config.row_tokens, config.rows, steps, config.seed)
@@ -305,10 +303,6 @@ def make_rows(config: TrainConfig, data: Data, steps: int) -> Any:
         raise ValueError(f"text_column is {config.text_column!r}: {nearest(config.text_column, first)}")
     texts = texts.shuffle(seed=config.seed, buffer_size=10_000)
     return StreamedRows(texts, data.tokenizer, config.length, config.text_column, config.separate_documents)
-
-
-def _size_of(config: TrainConfig, steps: int, row: int) -> int:
-    return config.sequence_length(row // config.rows, steps)
 
 
 def make_validation_rows(config: TrainConfig, data: Data, together: int) -> Any:

@@ -33,7 +33,8 @@ from titans.layers.record import memories_of, record_memory, summarise
 from titans.models import TitansCache
 from titans.tasks import IGNORED
 from titans.training.config import TrainConfig
-from titans.training.data import collate
+from titans.training.data import TaskRows, collate
+from titans.training.growth import Growth
 from titans.words import sentence
 
 OPTIMIZER, SCHEDULER, WEIGHTS = "optimizer.pt", "scheduler.pt", "model.safetensors"
@@ -86,6 +87,8 @@ class MemoryTrainer(Trainer):
         self.lanes: dict[int, TitansCache] = {}  # carried memory of each accumulation step
         self._micro = 0
         self._stats: dict[str, float] = {}
+        self.growth = rows.size if isinstance(rows, TaskRows) and isinstance(rows.size, Growth) else None
+        self._loss = 0.0  # of the accumulation steps so far
         self._saving = False
         self.at_the_end = False  # whether this is the last validation
         self._clock = _Clock()
@@ -133,7 +136,19 @@ class MemoryTrainer(Trainer):
             self.lanes[self._micro] = cache.detach()
         total = torch.stack([_summed(logits, labels) for logits, labels in parts]).sum()
         # the processes' gradients are averaged, not summed
-        return total / num_items_in_batch * self.accelerator.num_processes
+        loss = total / num_items_in_batch * self.accelerator.num_processes
+        if self.growth is not None and self.growth.by_loss:
+            self._watch(loss.detach(), self.growth)
+        return loss
+
+    def _watch(self, loss: Tensor, growth: Growth) -> None:
+        """Adds up the loss of a step, which decides when sequences grow."""
+        if self.args.world_size > 1:
+            dist.all_reduce(loss := loss.clone())
+        self._loss += float(loss) / self.args.world_size
+        if self._micro + 1 == self.args.gradient_accumulation_steps:
+            growth.see(self.state.global_step, self._loss)
+            self._loss = 0.0
 
     def _read(
         self, model: nn.Module, inputs: Any, cache: TitansCache | None
@@ -196,6 +211,8 @@ class MemoryTrainer(Trainer):
             logs["perplexity"] = _perplexity(logs["loss"])
             logs["tokens"] = self.state.global_step * self.config.batch_tokens
             logs["tokens_per_second"] = self._clock.lap()
+            if self.growth is not None and self.growth.by_loss:
+                logs["length"] = self.growth.length(self.state.global_step)
             logs |= self._stats
             self._stats = {}
         super().log(logs, None)
@@ -281,6 +298,8 @@ class MemoryTrainer(Trainer):
                 with writing(f"the checkpoint of step {self.state.global_step}", output):
                     super()._save_checkpoint(model, trial)
                     self._save_lanes(temporary)
+                    if self.growth is not None and self.args.should_save:
+                        self.growth.save(temporary)
             finally:
                 self._saving = False
             self._wait()
@@ -321,6 +340,8 @@ class MemoryTrainer(Trainer):
         schedule = torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(schedule)
         self._load_lanes(Path(checkpoint))
+        if self.growth is not None:
+            self.growth.load(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.sharded:
