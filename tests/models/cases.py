@@ -42,7 +42,7 @@ SWITCHES: dict[str, dict[str, Any]] = {
         "variant": "mac", "memory_conv_kernel": 0, "memory_gates": "constant", "token_skip": True,
     },
     "mag, no memory": {"variant": "mag", "use_memory": False, "gate": "sum"},
-    "mag, no attention": {"variant": "mag", "use_attention": False},
+    "mag, attention above": {"variant": "mag", "attention_layers": [1]},
     "mag, multiply, token skip": {"variant": "mag", "gate": "multiply", "token_skip": True},
     "mal, no memory": {"variant": "mal", "use_memory": False},
     "mal, no attention": {"variant": "mal", "use_attention": False},

@@ -34,6 +34,10 @@ from titans.models.modeling import make_layer
         ({"gate": "tanh"}, "gate is 'tanh'; expected one of sigmoid, silu, multiply, sum"),
         ({"ffn": "moe"}, "ffn is 'moe'; expected one of swiglu, plain"),
         ({"use_memory": False, "use_attention": False}, "use_memory is False and nothing else is left"),
+        ({"attention_layers": [2]}, "attention_layers is [2]; expected different numbers from 0 to 1"),
+        ({"attention_layers": []}, "attention_layers is []; expected different numbers from 0 to 1"),
+        ({"attention_layers": [1], "use_attention": False}, "attention_layers is [1] in a model without attention"),
+        ({"attention_layers": [1], "use_memory": False}, "attention_layers is [1] in a model without memory"),
         ({"variant": "lmm", "use_memory": False}, "use_memory is False and nothing else is left"),
         ({"variant": ["mac"]}, "variant is ['mac']; expected one of lmm, mac, mag, mal"),
         ({"hidden_size": "wide", "intermediate_size": None}, "hidden_size is 'wide'; expected a whole number"),
@@ -81,7 +85,7 @@ def test_a_layer_of_an_unknown_variant_is_refused() -> None:
     changed = config("mac")
     changed.variant = "xyz"
     with pytest.raises(ValueError, match="variant is 'xyz'; expected one of lmm, mac, mag, mal"):
-        make_layer(changed)
+        make_layer(changed, 0)
 
 
 def test_fields_that_leave_no_room_for_the_size_are_refused() -> None:

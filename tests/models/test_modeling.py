@@ -451,7 +451,8 @@ def test_presets_and_switches_reach_the_layers() -> None:
     for kind in SWITCHES:
         layer, second = model(kind).model.layers
         assert (layer.memory is None) == ("no memory" in kind)
-        assert (layer.attention is None) == ("no attention" in kind or kind.startswith("lmm"))
+        assert (second.attention is None) == ("no attention" in kind or kind.startswith("lmm"))
+        assert (layer.attention is None) == (second.attention is None or "attention above" in kind)
         assert (second.token_skip is not None) == ("token skip" in kind)
         assert (layer.token_skip is not None) == (kind == "mac, no convolution, token skip")  # attention comes first
     assert isinstance(TitansModel(config("mac")), TitansModel)

@@ -119,21 +119,22 @@ def training_flops(config: TitansConfig, length: int, batch: int = 1, checkpoint
         checkpointing: whether every layer keeps only its input and recomputes the rest.
     """
     _check(config, length, batch)
-    layer = _layer(config, length, batch)
-    if checkpointing:
-        # recomputation stops before the last product of the feed-forward layer, whose output nobody needs
-        assert config.intermediate_size is not None
-        last = 2 * batch * length * config.hidden_size * config.intermediate_size
-        for part, flops in layer.items():
-            layer[part] = flops + Flops(recomputed=flops.forward - (last if part == "linear" else 0))
-    head = _product(batch * length, config.hidden_size, config.vocab_size)
-    return {part: layer[part] * config.num_hidden_layers + (head if part == "head" else Flops()) for part in PARTS}
+    found = dict.fromkeys(PARTS, Flops()) | {"head": _product(batch * length, config.hidden_size, config.vocab_size)}
+    assert config.intermediate_size is not None
+    # recomputation stops before the last product of the feed-forward layer, whose output nobody needs
+    last = 2 * batch * length * config.hidden_size * config.intermediate_size
+    attending = len(config.attending)
+    for attends, layers in ((True, attending), (False, config.num_hidden_layers - attending)):
+        for part, flops in _layer(config, length, batch, attends).items() if layers else ():
+            again = flops.forward - (last if part == "linear" else 0) if checkpointing else 0
+            found[part] += (flops + Flops(recomputed=again)) * layers
+    return found
 
 
 def _check(config: TitansConfig, length: int, batch: int) -> None:
     if length < 1 or batch < 1:
         raise ValueError(f"length is {length} and batch is {batch}; expected at least 1 of each")
-    attends = config.use_attention and config.variant != "lmm"
+    attends = bool(config.attending)
     if config.variant == "mac" and attends and length % config.segment_size:
         raise ValueError(f"length is {length:,}; expected a multiple of the segment, {config.segment_size:,}")
     if not config.use_memory:
@@ -156,14 +157,13 @@ def _product(rows: int, inner: int, columns: int) -> Flops:
     return Flops(2 * rows * inner * columns, 4 * rows * inner * columns)
 
 
-def _layer(config: TitansConfig, length: int, batch: int) -> dict[str, Flops]:
-    """One block."""
+def _layer(config: TitansConfig, length: int, batch: int, attends: bool) -> dict[str, Flops]:
+    """One block, with attention or without."""
     width, tokens = config.hidden_size, batch * length
     assert config.intermediate_size is not None
     parts = dict.fromkeys(PARTS, Flops())
     feed_forward = 3 if config.ffn == "swiglu" else 2
     parts["linear"] += _product(tokens, width, config.intermediate_size) * feed_forward
-    attends = config.use_attention and config.variant != "lmm"
     in_segments = attends and config.variant == "mac"
     if attends:
         parts["linear"] += _product(tokens, width, width) * 4

@@ -194,7 +194,7 @@ def _norm(tensors: Sequence[Tensor]) -> float:
 def picture_mask(config: TitansConfig) -> MaskPicture:
     """Who sees whom in a layer of a model, over a few tokens, with its window or segment cut short."""
     time = PICTURE_TOKENS
-    attends = config.use_attention and config.variant != "lmm"
+    attends = bool(config.attending)
     prefix = min(config.num_persistent_tokens, PICTURE_PERSISTENT)
     if config.variant == "mac" and not attends:
         prefix = 0  # such a block has none

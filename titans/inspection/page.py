@@ -82,15 +82,18 @@ def _facts(subject: Subject) -> Sequence[str]:
         f"{parameters / 1e6:,.2f}M parameters" if parameters < 1e8 else f"{parameters / 1e6:,.0f}M parameters",
         f"memory: {config.memory_heads} head{'s' if config.memory_heads > 1 else ''}, {memory}, {config.memory_mode}",
     ]
-    if config.variant != "lmm" and config.use_attention:
-        in_segments = config.variant == "mac"
-        facts.append(f"segments of {config.segment_size:,}" if in_segments else f"window of {config.window_size:,}")
+    if config.attending:
+        seen = (
+            f"segments of {config.segment_size:,}" if config.variant == "mac" else f"window of {config.window_size:,}"
+        )
+        some = f" in {len(config.attending)} of them" if len(config.attending) < config.num_hidden_layers else ""
+        facts.append(seen + some)
     facts.append("reads bytes" if subject.tokenizer is None else f"tokenizer of {len(subject.tokenizer):,} tokens")
     return facts
 
 
 def _mask_words(config: TitansConfig, mask: MaskPicture) -> str:
-    if config.variant == "lmm" or not config.use_attention:
+    if not config.attending:
         words = "There is no attention: whatever a token knows of those before it, it knows through the memory."
     elif config.variant == "mac":
         words = (

@@ -273,11 +273,12 @@ class TitansConfig(PreTrainedConfig):
         if cls.__module__ != __name__:
             super().register_for_auto_class(auto_class)
 
-    def attends(self, index: int) -> bool:
-        """Whether layer ``index`` has attention."""
+    @property
+    def attending(self) -> list[int]:
+        """The layers that have attention."""
         if self.variant == "lmm" or not self.use_attention:
-            return False
-        return self.attention_layers is None or index in self.attention_layers
+            return []
+        return list(range(self.num_hidden_layers)) if self.attention_layers is None else self.attention_layers
 
     @property
     def effective_gate(self) -> str:

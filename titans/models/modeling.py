@@ -53,7 +53,7 @@ class MALLayer(GradientCheckpointingLayer, MALBlock):
 
 def make_layer(config: TitansConfig, index: int) -> nn.Module:
     """Block number ``index`` of the model that ``config`` describes."""
-    dim, attends = config.hidden_size, config.attends(index)
+    dim, attends = config.hidden_size, index in config.attending
     assert config.intermediate_size is not None
     options: dict[str, Any] = {
         "persistent": config.num_persistent_tokens,
