@@ -111,7 +111,7 @@ def test_the_ablation_on_text_has_the_models_of_the_table() -> None:
     models = language_models()
     assert models.keys() == PAPER.keys()
     shape: dict[str, Any] = {"hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64, "memory_depth": 2}
-    shape |= {"token_skip": False, "gate": None}  # the paper's blocks, all alike
+    shape |= {"token_skip": False, "gate": None, "memory_momentum": True}  # the paper's blocks, all alike
     lmm, mac = shape | {"name": "lmm", "num_hidden_layers": 3}, shape | {"name": "mac", "num_hidden_layers": 2}
     assert (models["LMM"], models["MAC"], models["without momentum"]) == (lmm, mac, lmm | {"memory_momentum": False})
     assert models["linear memory"] == lmm | {"memory_depth": 1}

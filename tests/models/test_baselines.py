@@ -68,6 +68,7 @@ def test_options_hold_in_any_shape_and_can_be_changed_by_themselves() -> None:
     best_shape, without = config_for("lmm", "1.5m"), config_for("lmm", "1.5m", token_skip=False)
     fields = {"num_hidden_layers": 4, "hidden_size": 160, "memory_head_dim": 80, "memory_depth": 1}
     other = config_for("lmm", "1.5m", **fields)
+    assert not best_shape.memory_momentum and config_for("lmm", "1.5m", vocab_size=258).memory_momentum
     assert best_shape.token_skip and other.token_skip and not without.token_skip
     assert without.hidden_size == best_shape.hidden_size
     assert not config_for("mac", "1.5m").token_skip and config_for("mag", "1.5m").gate == "sum"

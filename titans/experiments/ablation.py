@@ -33,7 +33,8 @@ PAPER = {
 }
 # The same for all, so that a row differs from the first in what it says alone; fewer layers beside attention.
 SHAPE = {"hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64, "memory_depth": 2}
-OPTIONS = {"token_skip": False, "gate": None}  # the paper's blocks, whatever is best for a model by itself
+# The paper's blocks, whatever is best for a model by itself.
+OPTIONS = {"token_skip": False, "gate": None, "memory_momentum": True}
 LAYERS = {"lmm": 3, "mac": 2, "mag": 2, "mal": 2}
 
 

@@ -17,7 +17,9 @@ from titans.report.progress import Progress, silent
 from titans.report.results import result_sections
 
 # At any depth up to 4 there is room for feed-forward layers.
-SHAPE = {"num_hidden_layers": 3, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64}
+SHAPE = {
+    "num_hidden_layers": 3, "hidden_size": 192, "memory_heads": 4, "memory_head_dim": 64, "memory_momentum": True,
+}  # fmt: skip
 LIMIT = 65536  # tokens of the validation text that it is tested on
 
 

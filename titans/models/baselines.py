@@ -74,12 +74,13 @@ class Best:
 
 _LINEAR: dict[str, Any] = {"hidden_size": 192, "memory_depth": 1, "memory_heads": 4, "memory_head_dim": 80}
 _SKIP = {"token_skip": True}  # measured with LMM and MAL (docs/log.md), and given to Gated DeltaNet with the LMM
+_PLAIN = _SKIP | {"memory_momentum": False}  # momentum costs time and gains nothing there (docs/log.md)
 _SUM = _SKIP | {"gate": "sum"}  # what attention and memory say is added: measured with MAG (docs/log.md)
 # What `titans experiment shapes` found (docs/results/shapes.md). At other sizes no search was made: there all models
 # have the width and the heads of their size.
 BEST: dict[str, dict[str, Best]] = {
     "1.5m": {
-        "lmm": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3, _SKIP),
+        "lmm": Best(_LINEAR | {"num_hidden_layers": 3}, 8e-3, _PLAIN),
         "mac": Best(_LINEAR | {"num_hidden_layers": 2}),
         "mag": Best(_LINEAR | {"num_hidden_layers": 2}, 8e-3, _SUM),
         "mal": Best(_LINEAR | {"num_hidden_layers": 3, "hidden_size": 160}, options=_SKIP),
