@@ -98,7 +98,7 @@ def test_babilong_asks_more_of_stories_that_follow_rules() -> None:
     assert (ruled.name, ruled.title) == ("babilong-qa2", "BABILong qa2")
     asked = {"questions": 10, "also": ["qa1", "who"], "babi.ask": "end"}
     assert ruled.train["task"] == {"babi.longest": 256, "task": "qa2"} | asked
-    assert ruled.train["forget_cost"] == 0.3 and "forget_cost" not in other.train
+    assert ruled.train["forget_cost"] == 1.0 and "forget_cost" not in other.train
     assert ruled.models["mac"]["num_hidden_layers"] == 4 and ruled.train["steps"] == 1600
     assert ruled.train["grow_below"] == 0.35 and "grow_below" not in other.train
     assert (ruled.models["lmm"]["memory_heads"], ruled.models["lmm"]["memory_head_dim"]) == (4, 64)

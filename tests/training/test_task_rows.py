@@ -71,10 +71,10 @@ def test_sequences_double_until_they_have_the_length() -> None:
 
 
 def test_sequences_double_when_the_loss_has_fallen() -> None:
-    growth = Growth(TrainConfig(**FIELDS | {"length": 64, "shortest": 16, "grow_below": 1.0}), 1000)
+    growth = Growth(TrainConfig(**FIELDS | {"length": 64, "shortest": 16, "grow_below": 1.0, "growth": 0.5}), 1000)
     for step in range(100):
         growth.see(step, 2.0)
-    assert growth.length(10**6) == 16
+    assert (growth.length(499), growth.length(500)) == (16, 64)  # in the end they are long in any case
     for step in range(100, 200):
         growth.see(step, 0.5)
     # 14 of the last 20 losses have to be low; a doubling starts the count anew
@@ -85,10 +85,11 @@ def test_sequences_double_when_the_loss_has_fallen() -> None:
 
 
 def test_a_run_that_grows_by_its_loss_resumes_to_the_same_losses(tmp_path: Path) -> None:
-    fields = FIELDS | {"length": 64, "shortest": 8, "grow_below": 100.0, "steps": 50, "save_every": 24, "eval_every": 0}
+    fields = FIELDS | {"length": 64, "shortest": 8, "grow_below": 100.0, "growth": 1.0}
+    fields |= {"steps": 50, "save_every": 24, "eval_every": 0}
     whole = train(TrainConfig(**fields, output=str(tmp_path / "run")))
     lengths = _logged(tmp_path / "run", "length")
-    assert lengths[1] == 8 and set(lengths.values()) == {8, 16, 32}
+    assert lengths[1] == 8 and set(lengths.values()) == {8, 16, 32, 64}
     kept = json.loads((tmp_path / "run" / "checkpoint-48" / "growth.json").read_text())
     assert len(kept["doubled"]) == 2
 

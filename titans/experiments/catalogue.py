@@ -158,7 +158,7 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         also = settings.get("also", ALSO)
         asked = count_questions(task, *(also if isinstance(also, (list, tuple)) else ()))
         train["task"] |= {"also": list(ALSO), "questions": asked, "babi.ask": "end"}
-        train["forget_cost"] = 0.3  # a little at every token of 1,024 is most of a fact at 8,192
+        train["forget_cost"] = 1.0  # a little at every token of 1,024 is most of a fact at 8,192
     name, title = f"babilong-{task}", f"{recipe['title']} {task}"
     return recipe | {"name": name, "title": title, "model": model, "models": models, "train": train}
 

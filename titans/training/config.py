@@ -83,7 +83,8 @@ class TrainConfig:
     """The share of the steps after which sequences have their full length."""
     grow_below: float | None = None
     """For task data that begins with ``shortest``: sequences double whenever the mean loss of the last 20 steps falls
-    below this, so that none are longer before the shorter ones are learned. By default, at fixed steps, see growth."""
+    below this, so that none are longer before the shorter ones are learned, or else when ``growth`` is over. By
+    default, at fixed steps."""
 
     # documents
     separate_documents: bool = False

@@ -17,7 +17,7 @@ class Growth:
     """The length of the sequences at every step of a run.
 
     With ``grow_below`` it doubles when the mean loss of the last ``SEEN`` steps at a length falls below that, else at
-    fixed steps.
+    fixed steps; in any case it is the full length once the share ``growth`` of the steps is over.
 
     Attributes:
         doubled: the steps from which on the length is twice as large.
@@ -39,7 +39,8 @@ class Growth:
 
     def length(self, step: int) -> int:
         """Tokens of a sequence at a step."""
-        if self.config.grow_below is None or self.config.shortest is None:
+        late = step >= self.config.growth * self.steps
+        if late or self.config.grow_below is None or self.config.shortest is None:
             return self.config.sequence_length(step, self.steps)
         return self.config.shortest << sum(start <= step for start in self.doubled)
 
