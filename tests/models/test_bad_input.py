@@ -35,6 +35,8 @@ from titans.models.modeling import make_layer
         ({"ffn": "moe"}, "ffn is 'moe'; expected one of swiglu, plain"),
         ({"use_memory": False, "use_attention": False}, "use_memory is False and nothing else is left"),
         ({"attention_layers": [2]}, "attention_layers is [2]; expected different numbers from 0 to 1"),
+        ({"attention_layers": 1}, "attention_layers is 1; expected a list of whole numbers, or None"),
+        ({"attention_layers": [True]}, "attention_layers is [True]; expected a list of whole numbers, or None"),
         ({"attention_layers": []}, "attention_layers is []; expected different numbers from 0 to 1"),
         ({"attention_layers": [1], "use_attention": False}, "attention_layers is [1] in a model without attention"),
         ({"attention_layers": [1], "use_memory": False}, "attention_layers is [1] in a model without memory"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,12 +85,26 @@ def test_sequences_double_when_the_loss_has_fallen() -> None:
     assert [growth.length(step) for step in (first - 1, first, second - 1, second)] == [16, 32, 32, 64]
 
 
+def test_a_loss_that_is_not_finite_starts_the_count_anew_and_leaves_a_checkpoint_that_loads(tmp_path: Path) -> None:
+    config = TrainConfig(**FIELDS | {"length": 64, "shortest": 16, "grow_below": 1.0, "growth": 1.0})
+    growth, again = Growth(config, 1000), Growth(config, 1000)
+    for step in range(SEEN - 1):
+        growth.see(step, 0.5)
+    growth.see(SEEN - 1, math.nan)
+    growth.save(tmp_path)
+    again.load(tmp_path)
+    for step in range(SEEN, 2 * SEEN):
+        assert again.doubled == []
+        again.see(step, 0.5)
+    assert again.doubled == [2 * SEEN - 1 + AHEAD]
+
+
 def test_a_run_that_grows_by_its_loss_resumes_to_the_same_losses(tmp_path: Path) -> None:
     fields = FIELDS | {"length": 64, "shortest": 8, "grow_below": 100.0, "growth": 1.0}
     fields |= {"steps": 50, "save_every": 24, "eval_every": 0}
     whole = train(TrainConfig(**fields, output=str(tmp_path / "run")))
     lengths = _logged(tmp_path / "run", "length")
-    assert lengths[1] == 8 and set(lengths.values()) == {8, 16, 32, 64}
+    assert lengths[1] == 8 and set(lengths.values()) == {8, 16, 32}
     kept = json.loads((tmp_path / "run" / "checkpoint-48" / "growth.json").read_text())
     assert len(kept["doubled"]) == 2
 

@@ -86,7 +86,8 @@ def _facts(subject: Subject) -> Sequence[str]:
         seen = (
             f"segments of {config.segment_size:,}" if config.variant == "mac" else f"window of {config.window_size:,}"
         )
-        some = f" in {len(config.attending)} of them" if len(config.attending) < config.num_hidden_layers else ""
+        all_of_them, some_of_them = config.num_hidden_layers, len(config.attending)
+        some = f" in {some_of_them} of {all_of_them} layers" if some_of_them < all_of_them else ""
         facts.append(seen + some)
     facts.append("reads bytes" if subject.tokenizer is None else f"tokenizer of {len(subject.tokenizer):,} tokens")
     return facts

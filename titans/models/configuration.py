@@ -69,8 +69,8 @@ class TitansConfig(PreTrainedConfig):
         token_skip: whether memories see the tokens' embeddings beside the stream, weighed by channel, wherever
             something was added to it before; what earlier blocks have added soon outweighs them.
         use_memory, use_attention: switch either off.
-        attention_layers: MAC, MAG, MAL: the layers that have attention, counted from 0; the others are those of an LMM.
-            None: all.
+        attention_layers: MAC, MAG, MAL: the layers that have attention, counted from 0; the others have their memory
+            alone (in MAC without persistent tokens). None: all.
         gate: MAC, MAG: how attention y and memory m, both normalised, are combined: ``"sigmoid"``, y sigmoid(m), the
             default of MAG; ``"memory"``, m sigmoid(y), that of MAC; ``"silu"``, ``"multiply"`` or ``"sum"``. None: the
             default.
@@ -187,15 +187,18 @@ class TitansConfig(PreTrainedConfig):
             )
         chosen = self.attention_layers
         if chosen is not None:
-            known = range(self.num_hidden_layers)
+            listed = isinstance(chosen, (list, tuple)) and all(isinstance(each, int) for each in chosen)
+            if not listed or any(isinstance(each, bool) for each in chosen):
+                raise ValueError(f"attention_layers is {chosen!r}; expected a list of whole numbers, or None")
             if self.variant == "lmm" or not self.use_attention or not self.use_memory:
                 missing = "attention" if self.use_memory else "memory"
-                expected = "None, or a mac, mag or mal with both"
+                expected = "None, or a mac, mag or mal with attention and memory"
                 raise ValueError(f"attention_layers is {chosen} in a model without {missing}; expected {expected}")
-            if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(known):
+            if not chosen or len(set(chosen)) < len(chosen) or not set(chosen) <= set(range(self.num_hidden_layers)):
                 raise ValueError(
                     f"attention_layers is {chosen}; expected different numbers from 0 to {self.num_hidden_layers - 1}"
                 )
+            self.attention_layers = sorted(chosen)  # one order for one model
         kept = self.memory_cache_segment_size
         if kept is not None and self.variant == "mac" and self.use_attention and kept % self.segment_size:
             raise ValueError(

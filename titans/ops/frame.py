@@ -13,7 +13,8 @@ from torch import Tensor
 class Frame:
     """Where each token of a call goes.
 
-    A frame has ``slots`` slots, in tiles of ``tile`` of them. A slot that holds no token is dead: it changes nothing.
+    A frame has ``slots`` slots, in tiles of ``tile`` of them; the last tile may be shorter. A slot that
+    holds no token is dead: it changes nothing.
 
     Attributes:
         left: dead slots before the first token, if that is the same for every sequence.

@@ -83,8 +83,8 @@ class TrainConfig:
     """The share of the steps after which sequences have their full length."""
     grow_below: float | None = None
     """For task data that begins with ``shortest``: sequences double whenever the mean loss of the last 20 steps falls
-    below this, so that none are longer before the shorter ones are learned, or else when ``growth`` is over. By
-    default, at fixed steps."""
+    below this, so that none are longer before the shorter ones are learned; when ``growth`` is over, they have their
+    full length at once. By default, they double at fixed steps."""
 
     # documents
     separate_documents: bool = False

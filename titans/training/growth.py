@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 from titans.files import write_json
@@ -50,7 +51,7 @@ class Growth:
             return
         if self.doubled and step < self.doubled[-1]:
             return  # what was drawn already is as long as before
-        self._losses = [*self._losses, loss][-SEEN:]
+        self._losses = [*self._losses, loss][-SEEN:] if math.isfinite(loss) else []
         if len(self._losses) == SEEN and sum(self._losses) / SEEN < self.config.grow_below:
             self.doubled.append(step + AHEAD)
             self._losses = []

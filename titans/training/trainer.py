@@ -88,7 +88,7 @@ class MemoryTrainer(Trainer):
         self._micro = 0
         self._stats: dict[str, float] = {}
         self.growth = rows.size if isinstance(rows, TaskRows) and isinstance(rows.size, Growth) else None
-        self._loss = 0.0  # of the accumulation steps so far
+        self._loss = torch.zeros((), device=args.device)  # of the accumulation steps so far
         self._saving = False
         self.at_the_end = False  # whether this is the last validation
         self._clock = _Clock()
@@ -143,12 +143,13 @@ class MemoryTrainer(Trainer):
 
     def _watch(self, loss: Tensor, growth: Growth) -> None:
         """Adds up the loss of a step, which decides when sequences grow."""
+        self._loss = self._loss + loss
+        if self._micro + 1 < self.args.gradient_accumulation_steps:
+            return
         if self.args.world_size > 1:
-            dist.all_reduce(loss := loss.clone())
-        self._loss += float(loss) / self.args.world_size
-        if self._micro + 1 == self.args.gradient_accumulation_steps:
-            growth.see(self.state.global_step, self._loss)
-            self._loss = 0.0
+            dist.all_reduce(self._loss)
+        growth.see(self.state.global_step, float(self._loss) / self.args.world_size)
+        self._loss = torch.zeros_like(loss)
 
     def _read(
         self, model: nn.Module, inputs: Any, cache: TitansCache | None
@@ -212,7 +213,7 @@ class MemoryTrainer(Trainer):
             logs["tokens"] = self.state.global_step * self.config.batch_tokens
             logs["tokens_per_second"] = self._clock.lap()
             if self.growth is not None and self.growth.by_loss:
-                logs["length"] = self.growth.length(self.state.global_step)
+                logs["length"] = self.growth.length(self.state.global_step - 1)
             logs |= self._stats
             self._stats = {}
         super().log(logs, None)

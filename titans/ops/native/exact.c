@@ -295,7 +295,9 @@ TURN_KERNEL(turn_3, 3)
 TURN_KERNEL(turn_4, 4)
 TURN_KERNEL(turn_5, 5)
 
-enum { WIDEST_BAND = 5, NEAREST = 46 << 10 }; /* vectors; bytes of the nearest cache for a band's share of the state */
+/* Vectors, and bytes of the nearest cache for a band's share of the state: for 48 KB and 32 vector registers. Elsewhere it
+ * costs speed alone. */
+enum { WIDEST_BAND = 5, NEAREST = 46 << 10 };
 
 static void take_turn(int count, const Settings *s, int in, const Turn *by, REAL *w, REAL *m, const REAL *rest, REAL *z,
                       REAL *trace, REAL *y, REAL *found) {
@@ -443,11 +445,11 @@ int titans_exact(const Settings *s, const Inputs *in, REAL **weights, REAL **mom
 #endif
     for (int r = 0; r < s->rows; r++) {
         if (depth == 1 && in->outs[0] >= LANES) {
-            size_t size = (size_t)in->outs[0] * in->ins[0], kept = r * segments * size;
-            failed |= linear_row(s, in, r, weights[0] + r * size, momenta ? momenta[0] + r * size : NULL,
-                                 saved_weights ? saved_weights[0] + kept : NULL,
-                                 saved_weights && momenta ? saved_momenta[0] + kept : NULL, trace, clipped, y, gradient,
-                                 loss);
+            size_t size = (size_t)in->outs[0] * in->ins[0], kept = (size_t)r * segments * size;
+            if (linear_row(s, in, r, weights[0] + r * size, momenta ? momenta[0] + r * size : NULL,
+                           saved_weights ? saved_weights[0] + kept : NULL,
+                           saved_weights && momenta ? saved_momenta[0] + kept : NULL, trace, clipped, y, gradient, loss))
+                failed = 1;
             continue;
         }
         Token at;
