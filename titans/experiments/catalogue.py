@@ -147,8 +147,8 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         train |= {"data": f"{train['data']},babi", "shortest": 128}
         train["task"] = {"questions": count_questions(task), "babi.longest": 256}
     if task == "qa2":  # where a thing is follows from who has it and where people are
-        # Wider inside, and no longer texts before the shorter ones are learned: seeds stayed on a plateau without. With a
-        # tokenizer of words, `--train shortest=32` has no plateau at all.
+        # Wider inside, and no longer texts before the shorter ones are learned: seeds stayed on a plateau without. With
+        # a tokenizer of words, `--train shortest=32` has no plateau at all.
         model |= {"num_hidden_layers": 4, "memory_heads": 4, "memory_head_dim": 64}
         train["grow_below"] = 0.35
         models["mamba2"] = models["mamba2"] | {"num_hidden_layers": 10}  # of about as many parameters
