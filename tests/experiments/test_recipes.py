@@ -102,6 +102,7 @@ def test_babilong_asks_more_of_stories_that_follow_rules() -> None:
     assert ruled.models["mac"]["num_hidden_layers"] == 4 and ruled.train["steps"] == 1600
     assert ruled.train["grow_below"] == 0.35 and "grow_below" not in other.train
     assert (ruled.models["lmm"]["memory_heads"], ruled.models["lmm"]["memory_head_dim"]) == (4, 64)
+    assert not ruled.models["lmm"]["memory_forgetting"] and "memory_forgetting" not in ruled.models["mac"]
     assert ruled.models["lmm"]["memory_conv_start"] == "mean" and "memory_conv_start" not in ruled.models["mac"]
     assert "memory_conv_start" not in find_experiment("babilong").models["lmm"]
     fewer = find_experiment("babilong", {"task": "qa2", "also": ["who"]}).train["task"]

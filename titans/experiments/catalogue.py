@@ -153,13 +153,14 @@ def _babilong(recipe: Recipe, settings: Mapping[str, Any]) -> Recipe:
         train["grow_below"] = 0.35
         models["mamba2"] = models["mamba2"] | {"num_hidden_layers": 10}  # of about as many parameters
         # "Mary got the milk" says its value before its key, "Mary went to the garden" after it: convolutions that start
-        # with all of a sentence take both. MAC does not learn from there.
-        models["lmm"] = models["lmm"] | {"memory_conv_start": "mean"}
+        # with all of a sentence take both. MAC does not learn from there. What is told again replaces what was told
+        # before: forgetting besides only loses facts.
+        models["lmm"] = models["lmm"] | {"memory_conv_start": "mean", "memory_forgetting": False}
         train["steps"] *= 2
         also = settings.get("also", ALSO)
         asked = count_questions(task, *(also if isinstance(also, (list, tuple)) else ()))
         train["task"] |= {"also": list(ALSO), "questions": asked, "babi.ask": "end"}
-        train["forget_cost"] = 1.0  # a little at every token of 1,024 is most of a fact at 8,192
+        train["forget_cost"] = 1.0  # of the others: a little at every token of 1,024 is most of a fact at 8,192
     name, title = f"babilong-{task}", f"{recipe['title']} {task}"
     return recipe | {"name": name, "title": title, "model": model, "models": models, "train": train}
 
