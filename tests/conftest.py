@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 
 import pytest
 
 from titans.ops.native import library
+
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")  # as titans.text.encoder sets it, before the first product of any test
 
 
 @pytest.fixture(autouse=True)

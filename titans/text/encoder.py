@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -20,6 +21,10 @@ from torch import Tensor
 
 from titans.files import may_be_on_hub, not_there, replacing
 from titans.words import sentence
+
+# On some processors MKL gives a product other bits with another number of threads, unless it is told not to before its
+# first product.
+os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 POOLINGS = ("mean", "cls", "max")
 MODULES = ("Transformer", "Pooling", "Normalize")  # of sentence-transformers
