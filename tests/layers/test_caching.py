@@ -294,7 +294,7 @@ def test_a_read_changes_nothing_and_looks_at_the_kept_states() -> None:
     cached = state.cached
     assert cached is not None
     assert not torch.allclose(y, layer.read(asked, replace(state, cached=cached.map(torch.zeros_like))))
-    torch.testing.assert_close(layer.read(asked[:, :1], state), y[:, :1])
+    assert torch.equal(layer.read(asked[:, :1], state), y[:, :1])
 
 
 @torch.no_grad()
