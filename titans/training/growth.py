@@ -58,11 +58,9 @@ class Growth:
 
     def save(self, folder: Path) -> None:
         """Keeps in a checkpoint what it has seen."""
-        if self.by_loss:
-            write_json(folder / FILE, {"doubled": self.doubled, "losses": self._losses})
+        write_json(folder / FILE, {"doubled": self.doubled, "losses": self._losses})
 
     def load(self, folder: Path) -> None:
         """Goes on from a checkpoint."""
-        if self.by_loss:
-            kept = json.loads((folder / FILE).read_text())
-            self.doubled, self._losses = kept["doubled"], kept["losses"]
+        kept = json.loads((folder / FILE).read_text())
+        self.doubled, self._losses = kept["doubled"], kept["losses"]

@@ -87,7 +87,8 @@ class MemoryTrainer(Trainer):
         self.lanes: dict[int, TitansCache] = {}  # carried memory of each accumulation step
         self._micro = 0
         self._stats: dict[str, float] = {}
-        self.growth = rows.size if isinstance(rows, TaskRows) and isinstance(rows.size, Growth) else None
+        sizes = rows.size if isinstance(rows, TaskRows) else None
+        self.growth = sizes if isinstance(sizes, Growth) and sizes.by_loss else None
         self._loss = torch.zeros((), device=args.device)  # of the accumulation steps so far
         self._saving = False
         self.at_the_end = False  # whether this is the last validation
@@ -137,7 +138,7 @@ class MemoryTrainer(Trainer):
         total = torch.stack([_summed(logits, labels) for logits, labels in parts]).sum()
         # the processes' gradients are averaged, not summed
         loss = total / num_items_in_batch * self.accelerator.num_processes
-        if self.growth is not None and self.growth.by_loss:
+        if self.growth is not None:
             self._watch(loss.detach(), self.growth)
         return loss
 
@@ -212,7 +213,7 @@ class MemoryTrainer(Trainer):
             logs["perplexity"] = _perplexity(logs["loss"])
             logs["tokens"] = self.state.global_step * self.config.batch_tokens
             logs["tokens_per_second"] = self._clock.lap()
-            if self.growth is not None and self.growth.by_loss:
+            if self.growth is not None:
                 logs["length"] = self.growth.length(self.state.global_step - 1)
             logs |= self._stats
             self._stats = {}
